@@ -351,8 +351,8 @@ MUTANTS = (
     Mutant(
         "buffer-of-the-loader",
         "jdp/_wrapper/prefetch.py",
-        "else _copy(x)  # which",
-        "else x  # which",
+        "else _copy(x)  # scatter",
+        "else x  # scatter",
         "a batch that waits changes when the loader uses its buffer again",
         ("wrapper/test_prefetch.py::test_a_loader_may_use_its_buffer_again",),
     ),

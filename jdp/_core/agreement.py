@@ -92,7 +92,7 @@ def _finish(
         process = next(p for p, batch in batches.items() if batch == _FAILED)
         raise DesyncError(
             f"jdp.{call.what}: process {process} has no batch, but an error ({texts[process]}); all processes make the "
-            f"same calls. Its own output says more."
+            f"same calls. Look at the output of that process."
         )
     having = [p for p, batch in batches.items() if batch not in (_NO_BATCH, _NEVER_A_BATCH)]
     if len({batches[p] for p in having}) > 1:
@@ -284,7 +284,8 @@ def without_rows(outline: Outline, verb: str) -> Tree:
         if isinstance(part, str):
             raise DesyncError(
                 f"jdp.{verb}: process {jax.process_index()} never had a batch, and those of the others are of type "
-                f"{part}; it cannot make an empty one of that type. Use dicts, or yield one batch of no rows there."
+                f"{part}; it cannot make an empty one of that type. Use dicts, or yield one batch of no rows on that "
+                f"process."
             )
         ((kind, children),) = part.items()
         if kind == "dict":
@@ -303,7 +304,7 @@ def _empty(what: str, verb: str) -> Any:
     if not bracket:
         raise DesyncError(
             f"jdp.{verb}: process {jax.process_index()} never had a batch, and those of the others hold a {kind}; it "
-            f"cannot make one. Yield one batch of no rows there."
+            f"cannot make such an object. Yield one batch of no rows on that process."
         )
     shape = tuple(0 if size == "*" else int(size) for size in rest.partition("]")[0].split(", ") if size)
     if dtype.startswith("key<"):

@@ -59,7 +59,8 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
             if hidden is not None:
                 raise ValueError(
                     f"jdp.train_step: deterministic is True, and the loss asks for the replica's index in a {hidden}; "
-                    f"replicas run one by one then, and loops and branches do not know it. Ask before the {hidden}."
+                    f"replicas run one by one then, and their index is known only outside of loops and branches. Call "
+                    f"jax.lax.axis_index before the {hidden}."
                 )
         found = {sizes: one._replace(jaxpr=with_index(one.jaxpr, *place)) for sizes, one in bodies.items()}
         out = weighted(run_body(found, operands, signature, index), index)
@@ -144,9 +145,9 @@ def _cut_where_replicas_meet(jaxpr: Any, axis_name: str) -> Segmented:
     def refuse(eqn: Any) -> ValueError:
         what = eqn.primitive.name
         return ValueError(
-            f"jdp.train_step: deterministic is True, and replicas meet in a {what}, in a sum over {axis_name!r} or a "
-            f"BatchNorm with sync_batch_norm; they run one by one, from one sum to the next, and a {what} hides it. "
-            f"Leave the {what} out of the loss, or deterministic."
+            f"jdp.train_step: deterministic is True, and replicas meet in a {what}, which has a sum over {axis_name!r} "
+            f"or a BatchNorm with sync_batch_norm in it; replicas run one by one, from one such sum to the next, and "
+            f"cannot stop inside of a {what}. Leave the {what} out of the loss, or leave deterministic out."
         )
 
     code = recomputed(segmented(inlined(jaxpr, meets, refuse, unroll=True), meets))
@@ -154,8 +155,8 @@ def _cut_where_replicas_meet(jaxpr: Any, axis_name: str) -> Segmented:
         if not is_sum_over(eqn, axis_name):
             raise ValueError(
                 f"jdp.train_step: deterministic is True, and the loss runs a collective ({eqn.primitive.name} over "
-                f"{axis_name!r}) that is no sum over all replicas; they run one by one then, and only such sums are "
-                f"made between. Use jax.lax.psum or pmean over {axis_name!r} alone, or leave deterministic out."
+                f"{axis_name!r}) that is no sum over all replicas; they run one by one then, and exchange only such "
+                f"sums. Use jax.lax.psum or pmean over {axis_name!r} alone, or leave deterministic out."
             )
     return code
 

@@ -78,8 +78,9 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
         found = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
         raise ValueError(
             f"jdp.{verb}: the processes have different values to be cut over the devices, by their hashes "
-            f"{found or 'in another order'}; each device has its part of one value. Make them of one seed on all "
-            f"processes, or let process 0 send its own (jax.experimental.multihost_utils.broadcast_one_to_all)."
+            f"{found or 'in another order'}; each device must get its part of one value. Make them from the same seed "
+            f"on all processes, or let process 0 send its own "
+            f"(jax.experimental.multihost_utils.broadcast_one_to_all)."
         )
 
 
@@ -118,9 +119,9 @@ def _finish_comparison(
     more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     raise ValueError(
         f"jdp.{verb}: of {len(paths)} replicated leaves {len(found)} differ: "
-        f"{', '.join(found[:_NAMED])}{more}; all copies of a leaf are equal, bit for bit. Go back to a checkpoint, "
-        f"or put one copy on all devices again with jdp.replicate(jax.device_get(tree)); if the cause is not an "
-        f"update that each device made on its own (a seed or batch statistics of its own), the device is suspect."
+        f"{', '.join(found[:_NAMED])}{more}; all copies of a leaf must be equal, bit for bit. Go back to a checkpoint, "
+        f"or put one copy on all devices again with jdp.replicate(jax.device_get(tree)). Unless each device updated "
+        f"the leaf on its own (its own seed, its own batch statistics), suspect the device."
     )
 
 

@@ -195,7 +195,7 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
             if (*x.shape[:axis], *x.shape[axis + 1 :]) != (*first.shape[:axis], *first.shape[axis + 1 :]):
                 raise ValueError(
                     f"jdp.gather: {name(k)} has shape {first.shape} on device 0 and {x.shape} on device {i}; "
-                    f"shapes must agree off dim {dim}. Pass another dim, or outputs that agree."
+                    f"shapes may differ along dim {dim} only. Pass another dim, or outputs that agree."
                 )
             if x.dtype != first.dtype:
                 raise ValueError(
@@ -262,7 +262,7 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
     flat = [jax.tree.flatten(tree) for tree in trees]
     if any(treedef != flat[0][1] for _, treedef in flat):
         raise ValueError(
-            f"jdp.DataParallel: {root} of the devices differ in their trees; all must agree. Return equal ones."
+            f"jdp.DataParallel: {root} of the devices differ in their trees; all must agree. Return equal trees."
         )
     columns = list(zip(*[leaves for leaves, _ in flat], strict=True))
     cut = [is_array(column[0]) and column[0].ndim > 0 for column in columns]

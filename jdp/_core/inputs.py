@@ -237,8 +237,8 @@ def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Ca
         if x.shape == (2,) and x.dtype == np.uint32:
             raise TypeError(
                 f"jdp.{verb}: {name(i)} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
-                f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); cast two rows of data to "
-                f"another dtype, int32."
+                f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is two rows of "
+                f"data, cast it to another dtype, such as int32."
             )
 
 

@@ -291,7 +291,7 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
     if type(error).__name__ == "TraceContextError":
         error.add_note(
             f"jdp.parallel_apply: {label} changes an NNX object that it closes over, as BatchNorm and Dropout do in "
-            f"training; what replicas change comes back for objects that they get. Call its eval(), or pass it in the "
+            f"training; replicas can only change objects that are passed to them. Call its eval(), or pass it in the "
             f"batch."
         )
     if isinstance(error, TypeError) and "cannot reshape" in str(error) and layout.is_cut:

@@ -192,8 +192,9 @@ def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, 
         here = processes.index(jax.process_index())
         raise ValueError(
             f"jdp.{how.verb}: processes {', '.join(map(str, processes))} pass {', '.join(map(str, passed))} of "
-            f"{sum(found)} rows; with replicas={how.replicas} the batch of all is cut into chunks of {sizes}, and each "
-            f"process passes those of its replicas. Pass {', '.join(map(str, meant))} rows, here {meant[here]}."
+            f"{sum(found)} rows; with replicas={how.replicas} the batch of all processes is cut into chunks of "
+            f"{sizes}, and each passes the rows of its replicas. Pass {', '.join(map(str, meant))} rows, here "
+            f"{meant[here]}."
         )
     return sizes
 
@@ -265,9 +266,9 @@ def _look(
             (x,), (spec,) = x._arrays, x._layout.arrays
             if isinstance(spec, Cut) and axis != how.dim and (axis is None or axis % x.ndim != spec.axis):
                 raise ValueError(
-                    f"jdp.{how.verb}: {name(i)} came cut along axis {spec.axis}, and in_axes has {axis} for it; what "
-                    f"is scattered stays as it was cut. Scatter it with the same in_axes, dp.prefetch(batches, "
-                    f"in_axes=...)."
+                    f"jdp.{how.verb}: {name(i)} came cut along axis {spec.axis}, and in_axes has {axis} for it; an "
+                    f"array that is scattered stays as it was cut. Scatter it with the same in_axes, "
+                    f"dp.prefetch(batches, in_axes=...)."
                 )
         else:
             called = functools.partial(name, i)
@@ -295,8 +296,8 @@ def _rows_here(x: Any, axis: int, how: Cutting, name: Callable[[], str]) -> Any:
         return x
     if not x.sharding.is_equivalent_to(how.mesh.along(axis), x.ndim):
         raise ValueError(
-            f"jdp.{how.verb}: {name()} is an array over several processes, {x.sharding}; what is not cut over the "
-            f"replicas along axis {axis} has no rows of this process's own. Pass those as a numpy array."
+            f"jdp.{how.verb}: {name()} is an array over several processes, {x.sharding}; only if it is cut over the "
+            f"replicas along axis {axis} does it show which rows are this process's. Pass these as a numpy array."
         )
     return own_part(x, axis, how.mesh)
 
@@ -320,14 +321,14 @@ def _chunk_rows(
     if len(found) > 1:
         raise ValueError(
             f"jdp.{how.verb}: inputs that are scattered already have chunks {' and '.join(map(str, sorted(found)))}; "
-            f"all inputs are cut alike. Scatter them together."
+            f"all inputs are cut in the same way. Scatter them together."
         )
     if found:
         ((sizes, layout),) = found.items()
         if cut and sum(layout.here.sizes) != rows:
             raise ValueError(
                 f"jdp.{how.verb}: {name(cut[0][2])} has {rows} rows, what is scattered already has {sum(sizes)}; all "
-                f"inputs are cut alike. Scatter them together."
+                f"inputs are cut in the same way. Scatter them together."
             )
         return sizes
     if came and mesh.spans_processes:

@@ -119,7 +119,7 @@ class Scattered(Sequence[Tree]):
         except (TypeError, IndexError) as error:
             raise type(error)(
                 f"jdp.Scattered: {index!r} is no index of a replica, or the index out of range; replicas are 0 to "
-                f"{len(self) - 1}. Pass the replica first, then what is in its tree: s[0][{index!r}]."
+                f"{len(self) - 1}. Index the replica first, and then its tree: s[0][{index!r}]."
             ) from None
         layout = self._layout
         return layout.fill(
@@ -413,7 +413,7 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
         if other.mesh != first.mesh or other.is_cut and (other.sizes, other.devices) != (first.sizes, first.devices):
             raise ValueError(
                 f"jdp.parallel_apply: inputs have chunks {first.sizes} on {names_of(first.devices)}, others "
-                f"{other.sizes} on {names_of(other.devices)}; all are cut alike. Scatter them together."
+                f"{other.sizes} on {names_of(other.devices)}; all are cut in the same way. Scatter them together."
             )
     return first
 

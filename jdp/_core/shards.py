@@ -68,7 +68,7 @@ def refuse_too_large(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> Non
         if size > most:
             raise ValueError(
                 f"jdp.{verb}: {root}{jax.tree_util.keystr(path)} has {size:,} bytes, and {device} {int(most):,}; a "
-                f"parameter that is cut is gathered on each device while it is used. Make several smaller ones of it."
+                f"parameter that is cut is gathered on each device while it is used. Split it into smaller ones."
             )
 
 

@@ -144,8 +144,8 @@ def _over_all(jaxpr: Any, axis_name: str, layout: Layout) -> Any:
     def refuse(name: str) -> ValueError:
         return ValueError(
             f"jdp.parallel_apply: the model runs {name} over {axis_name!r}, and {layout.mesh.size} devices have "
-            f"{layout.per_device} replicas each; psum, pmean, pmax and pmin of all reach those of one device. Use "
-            f"these, or as many devices as replicas."
+            f"{layout.per_device} replicas each; then only psum, pmean, pmax and pmin over all replicas work. Use one "
+            f"of these, or as many devices as replicas."
         )
 
     return over_more(jaxpr, axis_name, _LANES, layout.per_device, refuse)

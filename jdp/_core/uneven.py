@@ -319,8 +319,8 @@ def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
     if own is not None:
         where = source_line(own)
         raise ValueError(
-            f"jdp.parallel_apply: the model calls shard_map{where and f' ({where})'}; inside of it a replica is one "
-            f"device, which cannot be split further. Call the function without shard_map, on the chunk."
+            f"jdp.parallel_apply: the model calls shard_map{where and f' ({where})'}; it runs on one device of each "
+            f"replica, which cannot be split further. Call the function without shard_map, on the chunk."
         )
     eqn = ordered(traced.jaxpr) if n > 1 and traced.effects else None
     if eqn is not None:
@@ -358,17 +358,18 @@ def run_segments(
 
     def in_a_loop(eqn: Any) -> ValueError:
         return ValueError(
-            f"jdp.sync_batch_norm: a BatchNorm runs in a {eqn.primitive.name}, the chunks are {layout.rows}; "
-            f"unequal replicas meet at each BatchNorm, which a loop hides. Pass a batch that divides by "
-            f"{len(layout.devices)}, or leave the loop out (of the model; accumulate_steps=1)."
+            f"jdp.sync_batch_norm: a BatchNorm runs in a {eqn.primitive.name}, the chunks are {layout.rows}; replicas "
+            f"with unequal chunks must meet at each BatchNorm, and cannot inside of a loop. Pass a batch that divides "
+            f"by {len(layout.devices)}, or leave the loop out (of the model; accumulate_steps=1)."
         )
 
     parts = [segmented(inlined(jaxpr, is_synced, in_a_loop), is_synced) for jaxpr in jaxprs]
     count = len(parts[0].cuts)
     if any(len(part.cuts) != count for part in parts):
         raise ValueError(
-            f"jdp.sync_batch_norm: chunks are {layout.rows}, the number of BatchNorms depends on the rows; replicas "
-            f"meet at each. Leave that out of the model, or pass a batch that divides by {len(layout.devices)}."
+            f"jdp.sync_batch_norm: chunks are {layout.rows}, and how many BatchNorms run depends on the number of "
+            f"rows; all replicas must meet at each. Run the same number for any rows, or pass a batch that divides by "
+            f"{len(layout.devices)}."
         )
     kept: list[list[list[Any]]] = []  # for each segment and each part, the variables that later ones read
     results: list[list[Any]] = []

@@ -123,8 +123,8 @@ class Config:
         if on and self.mesh.inner_axes:
             axes = " and ".join(map(repr, self.mesh.inner_axes))
             raise ValueError(
-                f"jdp.{verb}: {on[0]} is given, and a replica is the devices along {axes} of the mesh; the two are not "
-                f"combined. Leave {on[0]} out, or pass a mesh of the axis {self.axis_name!r} alone."
+                f"jdp.{verb}: {on[0]} is given, and a replica is the devices along {axes} of the mesh; the two cannot "
+                f"be combined. Leave {on[0]} out, or pass a mesh of the axis {self.axis_name!r} alone."
             )
 
     def refuse_described(self) -> None:
@@ -235,8 +235,8 @@ def _checked(replicas: Any, n: int) -> int | None:
         )
     if replicas < 1 or replicas % n:
         raise ValueError(
-            f"jdp.DataParallel: replicas is {replicas} and there are {n} devices; each device has as many replicas, "
-            f"one or more. Pass a multiple of {n}, or devices whose number divides {replicas}."
+            f"jdp.DataParallel: replicas is {replicas} and there are {n} devices; all devices have the same number of "
+            f"replicas, 1 or more. Pass a multiple of {n}, or devices whose number divides {replicas}."
         )
     return replicas
 
@@ -281,7 +281,7 @@ def kind_of(module: Any, verb: str = "DataParallel") -> ModuleKind:
             f"jdp.{verb}: module is a {type(module).__name__}, a callable pytree that holds {len(arrays)} arrays; the "
             f"arrays of a function are its params, because those that it holds itself have no gradient. Pass them "
             f"apart: params, static = eqx.partition(model, eqx.is_array), and a function that calls "
-            f"eqx.combine(params, static); of a jax.tree_util.Partial its function, with the arrays as params."
+            f"eqx.combine(params, static); for a jax.tree_util.Partial, its function and the arrays as params."
         )
     if callable(module) and not isinstance(module, type):
         return "function"

@@ -142,7 +142,7 @@ def _alone(path: str, key: str, x: Any, reduce: Reduce) -> str | None:
     gathered = 'sow it as an nnx.Intermediate (Linen: into "intermediates"), to have those of all replicas'
     if x.ndim:
         return (
-            f"{made}it has no value from before, and no axis of rows along which to join those of the replicas. "
+            f"{made}it has no earlier value, and no axis of rows along which the replicas' values could be joined. "
             f"Name its batch axis, state_axes={{{key}}}, or {gathered}."
         )
     return (

@@ -51,8 +51,9 @@ def _filter(kind: Any) -> Filter:
     except (TypeError, ValueError):
         if isinstance(kind, str):
             raise ValueError(
-                f"jdp.DataParallel: state_axes has the key {kind!r}; a name is that of a registered variable type, as "
-                f"'cache' is of nnx.Cache. Pass the type itself, or where the variable is: nnx.PathContains({kind!r})."
+                f"jdp.DataParallel: state_axes has the key {kind!r}; a name must be that of a registered variable "
+                f"type, as 'cache' is for nnx.Cache. Pass the type itself, or where the variable is: "
+                f"nnx.PathContains({kind!r})."
             ) from None
         raise TypeError(
             f"jdp.DataParallel: state_axes has the key {kind!r}; a key is an NNX filter. Pass a variable type "
@@ -89,17 +90,17 @@ def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:
         return module
     if not callable(module) or isinstance(module, linen.Module):
         raise TypeError(
-            f"jdp.DataParallel: shard_params is True and module a {type(module).__name__}; it is an NNX module then, "
-            f"or a function that makes one. Pass lambda: Net(rngs=nnx.Rngs(0)); for Linen call dp.init(..., "
-            f"shard_params=True)."
+            f"jdp.DataParallel: shard_params is True and module a {type(module).__name__}; with shard_params it must "
+            f"be an NNX module, or a function that makes one. Pass lambda: Net(rngs=nnx.Rngs(0)); for Linen call "
+            f"dp.init(..., shard_params=True)."
         )
     shapes = nnx.eval_shape(module) if _takes_nothing(module) else module
     if not isinstance(shapes, nnx.Pytree):
         what = f"returns a {type(shapes).__name__}" if shapes is not module else "takes arguments"
         raise TypeError(
-            f"jdp.DataParallel: shard_params is True and module a function that {what}; it makes an NNX module then, "
-            f"of no arguments. Pass lambda: Net(rngs=nnx.Rngs(0)); a function apply_fn(params, x) takes parameters "
-            f"that are cut as they are, without shard_params here."
+            f"jdp.DataParallel: shard_params is True and module a function that {what}; with shard_params it must make "
+            f"an NNX module, without arguments. Pass lambda: Net(rngs=nnx.Rngs(0)); a function apply_fn(params, x) "
+            f"takes parameters that are cut as they are, without shard_params here."
         )
     graph, state = nnx.split(shapes)
     refuse_too_large(nnx.as_pure(state), mesh, "DataParallel", "model")
@@ -250,9 +251,10 @@ def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
     """Returns a leaf of a metric's state, with the error to raise: one replica has not counted the others' rows."""
     return dataclasses.replace(
         marked,
-        alone=f"jdp.DataParallel: state {name} is an nnx.metrics.Metric's, which each replica has updated with its own "
-        f"rows; one replica's would be kept. Update it outside, with what the call gives (metric.update(...) of the "
-        f"outputs, or of the step's metrics), or return jdp.Mean(total, count) or jdp.Sum(total) among the metrics.",
+        alone=f"jdp.DataParallel: state {name} belongs to an nnx.metrics.Metric, and each replica has updated it with "
+        f"its own rows; only one replica's update would be kept. Update it outside, with what the call returns "
+        f"(metric.update(...) with the outputs, or with the step's metrics), or return jdp.Mean(total, count) or "
+        f"jdp.Sum(total) among the metrics.",
     )
 
 

@@ -106,16 +106,16 @@ def _compared(
         cause = "An update of the state is made of one replica's rows, as torch's is (reduce_state='mean' averages)."
     elif what == {"gradient of params"} and program.loss.criterion is None:
         cause = (
-            "The values agree, and the gradient does not: a backward pass of the function's own (jax.custom_vjp) is "
-            "made of several rows, as a norm of the gradient is, or stands under a jdp.Mean. Pass the loss as "
+            "The values agree, and the gradient does not: a backward pass of the function's own (jax.custom_vjp) "
+            "combines several rows, as a norm of the gradient does, or is part of a jdp.Mean. Pass the loss as "
             f"{ON_BATCH}."
         )
     elif program.loss.criterion is not None:
         cause = "The outputs of a replica's rows depend on its other rows, in another layer than BatchNorm."
     else:
         cause = (
-            "What the function returns is no mean, sum or jdp.Mean of values that each row has for itself: rows meet "
-            f"other rows in it, as in a variance or in pairs. Pass the loss as {ON_BATCH}."
+            "What the function returns is no mean, sum or jdp.Mean of values that are computed from one row each: it "
+            f"combines rows with other rows, as a variance or a loss of pairs does. Pass the loss as {ON_BATCH}."
         )
     if steps > 1:
         cause += f" With accumulate_steps={steps}, BatchNorm and the loss see the rows of one microbatch."

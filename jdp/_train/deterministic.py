@@ -141,8 +141,8 @@ class Deterministic:
         """Returns, for each device, the replicated leaves of the state and the device's part of the batch."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(
-                "jdp.train_step: deterministic is True under jax_disable_jit; the bits are those of compiled programs, "
-                "one for each device, and without them nothing is placed. Leave jax_disable_jit or deterministic out."
+                "jdp.train_step: deterministic is True under jax_disable_jit; it runs programs that are compiled for "
+                "one device each, and none are compiled then. Leave jax_disable_jit or deterministic out."
             )
         leaves = jax.tree.leaves(state)
         if not all(x.is_fully_replicated for x in leaves):  # the optimizer's state is cut over the devices

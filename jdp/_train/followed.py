@@ -20,15 +20,15 @@ Said = TypeVar("Said")
 ON_BATCH = "criterion=, which is called once with the outputs of all rows"
 _WHAT = {
     "sum": "a sum over the rows that is not divided by their number",
-    "part": "a sum over fewer or more entries than rows, and each replica leaves out or adds some of its own",
-    "ratio": "divided by a sum over the rows, which each replica has for its own rows alone",
+    "part": "a sum over fewer or more entries than rows, and each replica would leave out or add some of its own",
+    "ratio": "divided by a sum over the rows, and each replica has that sum for its own rows only",
     "nonlinear": "not linear in sums over the rows",
-    "number": "made of rows and a number computed from all rows, and a replica sees only its own",
-    "row": "made with one certain row, which is a different row on each replica",
-    "count": "made of the number of rows, or of their places, and a replica has its own rows alone",
-    "order": "in another order than the rows of the batch, and a replica orders its own rows alone",
+    "number": "made of rows and a number computed from all rows, and a replica sees only its own rows",
+    "row": "made with one particular row, which is a different row on each replica",
+    "count": "made of the number of rows, or of their positions, and a replica has only its own rows",
+    "order": "in another order than the rows of the batch, and a replica can order only its own rows",
     "step": "made of every second row (or every third), and a replica's number of rows is no multiple of that",
-    "pairs": "made of rows that meet other rows, and a replica sees its own rows alone",
+    "pairs": "made of rows that are combined with other rows, and a replica sees only its own rows",
 }
 IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
 IN_EVALUATION = "return an entry for each row, and compute it from those of all rows, which come back as one array"
@@ -37,8 +37,8 @@ _FIRST = {
     "number": "Compute that number before the step and pass it in the batch as a 0-d array, or ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "part": "Multiply by a mask that comes with the batch, and return jdp.Mean(total, mask.sum()), or ",
-    "count": "Pass the places of the rows with the batch (np.arange(len(x)), an array that is cut as it is), or ",
-    "ratio": "Return jdp.Mean(total, count), whose totals and counts are added first, or ",
+    "count": "Pass the positions of the rows with the batch (np.arange(len(x)), which is cut like the rows), or ",
+    "ratio": "Return jdp.Mean(total, count), whose totals and counts are added up before the division, or ",
 }
 
 
@@ -168,8 +168,8 @@ class Followed:
         if any(self._agreed([index], lambda traced: [traced.is_joined(index)])):
             raise TypeError(
                 f"{name} has the rows of several arrays, one after the other; the outputs of the replicas are joined "
-                f"along the axis of the rows, so that those of all rows would come in another order. Return a tuple of "
-                f"the arrays, and concatenate them where all rows are."
+                f"along the axis of the rows, which would change the order of the rows. Return a tuple of the arrays, "
+                f"and concatenate them when they have all rows."
             )
 
     def _faults(self, kind: row_traces.TermKind, at: Sequence[int], name: str) -> list[Fault | None]:
@@ -199,16 +199,16 @@ class Followed:
         for found in filter(None, self._faults("mean", [index], name)):
             way = _sentence(_FIRST.get(found.kind, "") + self._way)
             raise TypeError(
-                f"{name} is a scalar, and it is {_what(found)}; a scalar is taken for the mean over the rows of the "
-                f"chunk. {way} (jdp.Mean(x * n, n) says that the mean of the chunks' values is meant)."
+                f"{name} is a scalar, and it is {_what(found)}; a scalar counts as the mean over the rows of the "
+                f"chunk. {way} (if the mean of the chunks' values is meant: jdp.Mean(x * n, n))."
             )
 
     def refuse_pairs(self, index: int, name: str, is_averaged: bool = False) -> None:
         """Raises a `TypeError` for entries per row that also depend on other rows; a loss's entries are averaged."""
         for found in filter(None, self._faults("vector" if is_averaged else "rows", [index], name)):
             raise TypeError(
-                f"{name} has an entry for each row, and is {_what(found)}; an entry is that of one device where it is "
-                f"made of its own row. {_sentence(self._way)}."
+                f"{name} has an entry for each row, and is {_what(found)}; each entry must be made of its own row "
+                f"alone. {_sentence(self._way)}."
             )
 
     def refuse_no_sums(self, at: Sequence[int], name: str) -> None:
@@ -234,9 +234,9 @@ def _sentence(text: str) -> str:
 def _refuse_backward(found: Fault | None, name: str) -> None:
     if found is not None:
         raise TypeError(
-            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; a gradient "
-            f"is that of one device where each row's is made of its own. Call that function in a criterion=, on the "
-            f"outputs of all rows; if it is for a parameter's gradient, let the optimizer do it (optax.clip)."
+            f"{name} has a backward pass of the user's own (jax.custom_vjp) in it, which is {_what(found)}; each row's "
+            f"gradient must be made of that row alone. Call that function in a criterion=, on the outputs of all rows; "
+            f"if it changes a parameter's gradient, let the optimizer do that (optax.clip)."
         )
 
 

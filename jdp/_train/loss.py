@@ -97,8 +97,8 @@ def _refuse_mixed(position: int, argument: Tree, verb: str) -> None:
         if is_number(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
                 f"jdp.{verb}: args[{position}]{jax.tree_util.keystr(path)} is {described(x)} next to an NNX "
-                f"object; an argument that is differentiated is made of NNX objects, or of arrays. Pass the arrays as "
-                f"an argument of their own, and name it in argnums."
+                f"object; an argument that is differentiated holds NNX objects or arrays, but not both. Pass the "
+                f"arrays as an argument of their own, and name it in argnums."
             )
 
 
@@ -110,8 +110,8 @@ def _refuse_shared(nodes: list[Any], wanted: Sequence[Wanted], verb: str) -> Non
             for path, v in nnx.iter_graph(node) if i not in mine else ():
                 if id(v) in own and nnx.filterlib.to_predicate(wrt)(path, v):
                     raise ValueError(
-                        f"jdp.{verb}: {'.'.join(map(str, path))} stands in args[{position}] and in another; a variable "
-                        f"has one gradient. Pass it in one of them."
+                        f"jdp.{verb}: {'.'.join(map(str, path))} is in args[{position}] and in another argument; a "
+                        f"variable has one gradient. Pass it in one of them."
                     )
 
 
@@ -218,7 +218,7 @@ def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
     what = "criterion" if criterion else "the function"
     raise TypeError(
         f"jdp.{verb}: has_aux is True, and {what} returns a {type(out).__name__}"
-        f"{f' of {len(out)}' if isinstance(out, tuple | list) else ''}; it is a pair then. Return (loss, aux)."
+        f"{f' of {len(out)}' if isinstance(out, tuple | list) else ''}; it must be a pair then. Return (loss, aux)."
     )
 
 
@@ -295,7 +295,7 @@ def checked_metrics(metrics: Any, reserved: Sequence[str], loss: Any) -> dict[st
     clash = [name for name in reserved if name in metrics]
     if clash:
         raise ValueError(
-            f"jdp.{VERB}: a metric is called {clash[0]!r}; the step gives one of that name itself. Leave it out, or "
+            f"jdp.{VERB}: a metric is called {clash[0]!r}; the step itself adds one of that name. Leave it out, or "
             f"give it another name."
         )
     return dict(metrics)

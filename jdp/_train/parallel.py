@@ -170,9 +170,9 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
             hash(args[p])
         except TypeError:
             raise ValueError(
-                f"jdp.{VERB}: args[{p}] is a {type(args[p]).__name__}, which has no hash, and in "
-                f"static_broadcasted_argnums; what is static is part of the program. Pass what is hashable (a tuple "
-                f"for a list), or leave {p} out there."
+                f"jdp.{VERB}: args[{p}] is a {type(args[p]).__name__}, which is not hashable, and {p} is in "
+                f"static_broadcasted_argnums; static arguments are part of the program. Pass a hashable object (a "
+                f"tuple for a list), or leave {p} out of static_broadcasted_argnums."
             ) from None
     return tuple(Static(x) if p in static else x for p, x in enumerate(args))
 
@@ -288,9 +288,9 @@ def _refuse_states(args: Sequence[Any], axes: Sequence[Any], dim: int, stacked: 
         meant = tuple(None if p in odd else axis for p, axis in enumerate(axes))
         raise ValueError(
             f"jdp.{VERB}: args[{odd[0]}] has arrays of {sorted(rows(args[odd[0]]))} rows and the batch has "
-            f"{batch.pop()}; the first argument alone is whole by itself, all others are cut alike. Pass to "
-            f"dp.parallel in_axes={meant} for a state, and None in out_axes where one is returned (for one entry for "
-            f'each replica, as jax.pmap stacks them, "stacked" in the place of None); pass equal rows of what is data.'
+            f"{batch.pop()}; by default the first argument is replicated, and all others are cut in the same way. For "
+            f"a state, pass in_axes={meant} to dp.parallel, and None in out_axes where the state is returned (or "
+            f'"stacked" in place of None for one entry per replica, as in jax.pmap). For data, pass equal rows.'
         )
 
 
@@ -300,8 +300,8 @@ def _check_stacked(args: tuple[Any, ...], axes: Sequence[Any], n: int) -> None:
         if axis is STACKED and hasattr(x, "shape") and x.shape[:1] != (n,):
             raise ValueError(
                 f"jdp.{VERB}: {name_of(args, i, 'args')} has shape {x.shape} and is 'stacked' by in_axes; that is one "
-                f"entry for each of {n} replicas, along the first axis. Pass an int for what is cut into chunks, None "
-                f"for what is whole."
+                f"entry for each of {n} replicas, along the first axis. Pass an int if it is cut into chunks of rows, "
+                f"None if it is replicated."
             )
 
 

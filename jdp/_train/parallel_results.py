@@ -82,9 +82,9 @@ def mark_results(
         elif same is not None and out_axes is None and same != "args[0]" and 0 < len(leaves) < treedef.num_nodes:
             fits = tuple(None if i == k else a for i, a in enumerate(axes))
             raise ValueError(
-                f"jdp.{VERB}: output[{k}] has the tree and the shapes of {same}, which is whole; of {len(axes)} "
-                f"results the first alone is whole by itself, the others are gathered. Pass out_axes={fits} to "
-                f"dp.parallel for a state, or an int in the place of its None for what is gathered."
+                f"jdp.{VERB}: output[{k}] has the tree and the shapes of {same}, which is replicated; by default the "
+                f"first of {len(axes)} results is replicated, and the others are gathered. If it is state, pass "
+                f"out_axes={fits} to dp.parallel; if it is gathered, pass an int in place of its None."
             )
         # By default a result that differs is gathered, unless it is state: reduce_state says which value is kept.
         gathered = default[1] if same is None and out_axes is None else None
@@ -150,8 +150,8 @@ def refuse_one_replicas_rows(
     others = kept if reduce == "mean" else results
     own = {id(k.value) for k in apart}  # by identity, because a value may be returned twice
     pmean = (
-        f"what is trained is the same on all replicas, or it learns from one's rows alone. Pass the gradients through "
-        f"jax.lax.pmean(grads, {axis_name!r}) before the update"
+        f"trained state must be the same on all replicas, or it learns from one replica's rows alone. Pass the "
+        f"gradients through jax.lax.pmean(grads, {axis_name!r}) before the update"
     )
     if trained := _trained(apart, [x for x in others if id(x.value) not in own]):
         raise ValueError(

@@ -58,8 +58,8 @@ def _check_deterministic(options: StepOptions, replicas: int) -> None:
         return
     if replicas & (replicas - 1):
         raise ValueError(
-            f"jdp.{VERB}: deterministic is True and there are {replicas} replicas; their sums are one balanced tree, "
-            f"of a power of two. Pass jdp.DataParallel(..., replicas=8)."
+            f"jdp.{VERB}: deterministic is True and there are {replicas} replicas; they are added in one balanced "
+            f"tree, so their number must be a power of two. Pass jdp.DataParallel(..., replicas=8)."
         )
     if options.shard_params:
         raise ValueError(

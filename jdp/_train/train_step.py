@@ -142,8 +142,8 @@ def train_step(
     """
     if dp._config.shard_params and shard_params is False:
         raise ValueError(
-            f"jdp.{VERB}: shard_params is False, and True in the wrapper; what is made in parts is trained in parts. "
-            f"Leave it out of one of the two."
+            f"jdp.{VERB}: shard_params is False, and True in the wrapper; parameters that are cut stay cut in "
+            f"training. Leave it out of one of the two."
         )
     options = StepOptions(
         check_steps("train_step", accumulate_steps),

@@ -293,7 +293,7 @@ def _by_roles(
     if rows and options.accumulate_steps > 1:
         raise ValueError(
             f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is {options.accumulate_steps}; "
-            f"gradients of rows have no microbatches to add. Pass accumulate_steps=1."
+            f"each row has a gradient of its own, and microbatches have nothing to add. Pass accumulate_steps=1."
         )
     return roles, replicas, inputs
 
@@ -350,8 +350,8 @@ def wire_type(verb: str, dtype: Any) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(
-            f"jdp.{verb}: reduce_dtype is {dtype!r}; gradients travel as floats. Pass jnp.bfloat16, or None for their "
-            f"own dtype."
+            f"jdp.{verb}: reduce_dtype is {dtype!r}; gradients are sent as floats. Pass jnp.bfloat16, or None for "
+            f"their own dtype."
         )
     return found
 

@@ -168,7 +168,7 @@ class Batches:
     def __len__(self) -> int:
         """Returns how many batches there are from `start` on."""
         if self._epochs is None:
-            raise TypeError(f"jdp.{VERB}: epochs is None, and it never ends; it has no length. Pass epochs.")
+            raise TypeError(f"jdp.{VERB}: epochs is None; batches that never end have no length. Pass epochs.")
         return max(0, self._epochs * self.per_epoch - self.start)
 
     def __iter__(self) -> Iterator[Tree]:

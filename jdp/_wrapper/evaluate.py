@@ -109,7 +109,7 @@ def _arguments(dp: Wrapper[object], metrics_fn: Any, arguments: Sequence[Any]) -
         )
     if capturing():
         raise TypeError(
-            f"jdp.explain: dp.{VERB} runs a program for each batch and reads what it gives; explain shows one program. "
+            f"jdp.explain: dp.{VERB} runs a program for each batch and reads its results; explain shows one program. "
             f"Explain dp.apply, with a batch."
         )
     if not trace_state_clean():

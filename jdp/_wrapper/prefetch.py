@@ -115,7 +115,7 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
     def begin(batch: Tree) -> Prepared:
         if holds_scattered(batch):
-            raise ValueError("jdp.prefetch: a batch is scattered already; it is what prefetch does. Pass the arrays.")
+            raise ValueError("jdp.prefetch: a batch is scattered already; prefetch does that. Pass the arrays.")
         inputs, nodes = take_objects(config, batch, "prefetch")
         return prepare(inputs, how._replace(axes=axes_of_batch(config, batch, in_axes)))._replace(nodes=nodes)
 
@@ -136,7 +136,7 @@ def refuse_one_batch(batches: Any, verb: str) -> None:
         what = f"a {type(batches).__name__} of {len(batches)}, and each of its keys"
     if what is not None:
         raise TypeError(
-            f"jdp.{verb}: batches is {what} would be taken for a batch; it is a list of batches or a loader. Pass "
+            f"jdp.{verb}: batches is {what} would count as a batch; it is a list of batches or a loader. Pass "
             f"{f'dp.prefetch([{spelling}])' if verb == 'prefetch' else f'[{spelling}]'}."
         )
     if isinstance(batches, str | bytes) or not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):

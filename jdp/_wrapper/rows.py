@@ -37,9 +37,9 @@ def columns_or_rows(config: Config, data: Any) -> Columns | Rows:
     is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not is_indexed or isinstance(data, str | bytes | Mapping | type):
         raise TypeError(
-            f"jdp.{VERB}: data is a {type(data).__name__}, which cannot be asked for row 7; it is a tree of arrays, or "
-            f"has len and takes an index. Pass a loader or an iterable to dp.prefetch, and register a dataclass of "
-            f"arrays (jax.tree_util.register_dataclass)."
+            f"jdp.{VERB}: data is a {type(data).__name__}, whose rows cannot be indexed; it is a tree of arrays, or an "
+            f"object that has len and takes an index. Pass a loader or an iterable to dp.prefetch, and register a "
+            f"dataclass of arrays (jax.tree_util.register_dataclass)."
         )
     return Rows(config, data)
 
@@ -119,7 +119,9 @@ class Rows:
         try:
             row = self._data[number]
         except StopIteration as error:  # which would end the loop
-            raise RuntimeError(f"jdp.{VERB}: data[{number}] raised StopIteration; it has a row. Return it.") from error
+            raise RuntimeError(
+                f"jdp.{VERB}: data[{number}] raised StopIteration; by its len it has this row. Return the row."
+            ) from error
         except BaseException as error:
             error.add_note(f"jdp.{VERB}: data[{number}] raised it.")
             raise
@@ -136,7 +138,7 @@ class Rows:
         if treedef != first_treedef:
             raise ValueError(
                 f"jdp.{VERB}: data[{number}] is a {treedef}, data[{first}] is a {first_treedef}; all rows have the "
-                f"same parts. Make them so."
+                f"same tree. Return rows that do."
             )
         for k, (kind, other) in enumerate(zip(kinds, first_kinds, strict=True)):
             if kind != other:
@@ -167,8 +169,8 @@ def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
     shape = arrays[0].shape
     if axis is None:
         raise ValueError(
-            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; what goes whole to every replica is "
-            f"in no row. Pass it to the call, next to the batch."
+            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; an array that goes whole to every "
+            f"replica cannot be part of a row. Pass it to the call, next to the batch."
         )
     axis = normal_axis(axis, len(shape) + 1, VERB, lambda: "a batch")
     return np.stack(arrays, axis, aligned((*shape[:axis], len(arrays), *shape[axis:]), arrays[0].dtype))

@@ -1182,7 +1182,7 @@ def test_a_metric_that_each_replica_updates_is_refused(refused, kind, reduce_sta
             return y
 
     tx = optax.sgd(0.1)
-    match = r"state seen\.\w+ is an nnx\.metrics\.Metric's, .*Update it outside.*jdp\.Sum"
+    match = r"state seen\.\w+ belongs to an nnx\.metrics\.Metric, .*Update it outside.*jdp\.Sum"
     for call in (
         lambda: wrap(Measured(), 4, reduce_state=reduce_state)(ROWS[:13]),
         lambda: wrap(Measured(), 4, reduce_state=reduce_state).train_step(lambda m, x: m(x).mean(), tx)(ROWS),

@@ -152,7 +152,7 @@ def a_collective():
 
 
 CASES = {
-    "a scalar is taken for the mean over the rows": lambda: one_step(lambda v, x: jnp.sum(x @ v["params"])),
+    "a scalar counts as the mean over the rows": lambda: one_step(lambda v, x: jnp.sum(x @ v["params"])),
     "all arrays that are cut must agree": lambda: jdp.scatter((X, X[:8])),
     "was donated to an earlier step": a_donated_state,
     "module must have its parameters and buffers on device": parameters_elsewhere,
@@ -163,7 +163,7 @@ CASES = {
     "the model runs a collective": a_collective,
     "with the loss come 0-d floats": lambda: one_step(lambda v, x: (mean_square(v, x), {"std": x.std(axis=0)})),
     "the updates have a collection": lambda: one_step(lambda v, x: (mean_square(v, x), {}, {"batch_stats": x.mean()})),
-    "would be taken for a batch": lambda: jdp.DataParallel(lambda v, x: x).prefetch((X, X)),
+    "would count as a batch": lambda: jdp.DataParallel(lambda v, x: x).prefetch((X, X)),
     "a step takes a jdp.TrainState": lambda: jdp.DataParallel(lambda v, x: x).train_step(mean_square, optax.sgd(0.1))(
         W, X
     ),

@@ -281,7 +281,7 @@ def test_a_parameter_in_the_model_and_in_the_batch_is_refused(refused):
     model = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
     dp = jdp.DataParallel(model, devices=range(2))
     step = dp.train_step(lambda m, b: jnp.mean(b[1](m(b[0]))), optax.sgd(0.1))
-    with refused(ValueError, "train_step", r"stands in args\[0\] and in another"):
+    with refused(ValueError, "train_step", r"is in args\[0\] and in another argument"):
         step((X[:8], model))
 
 

@@ -140,7 +140,7 @@ def test_rows_in_groups_are_followed(size):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     for wrong in (of(by_group, jnp.sum), of(jnp.std, jnp.mean)):
-        with pytest.raises(TypeError, match="a scalar is taken for the mean"):
+        with pytest.raises(TypeError, match="a scalar counts as the mean"):
             dp.value_and_grad(wrong)(w, x)
 
 

@@ -1113,9 +1113,9 @@ def test_aux_of_none_of_the_forms(refused, aux, match):
 @pytest.mark.parametrize(
     "out, match",
     [
-        (lambda e: e, "returns a .*; it is a pair then"),
-        (lambda e: (e.mean(), 1.0, 2.0), "returns a tuple of 3; it is a pair then"),
-        (lambda e: {"loss": e}, "returns a dict; it is a pair then"),
+        (lambda e: e, "returns a .*; it must be a pair then"),
+        (lambda e: (e.mean(), 1.0, 2.0), "returns a tuple of 3; it must be a pair then"),
+        (lambda e: {"loss": e}, "returns a dict; it must be a pair then"),
     ],
 )
 def test_has_aux_without_a_pair(refused, out, match):
@@ -1261,7 +1261,7 @@ def test_a_variable_in_two_arguments_is_refused():
     a, b = nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nnx.Linear(6, 4, rngs=nnx.Rngs(1))
     b.kernel = a.kernel
     dp = jdp.DataParallel(a, devices=[0, 1])
-    with pytest.raises(ValueError, match=r"kernel stands in args\[1\] and in another; a variable has one gradient"):
+    with pytest.raises(ValueError, match=r"kernel is in args\[1\] and in another argument; a variable has one grad"):
         dp.value_and_grad(lambda a, b, x: (a(x) + b(x)).mean(), argnums=1, in_axes=(None, 0))(a, b, INPUTS)
 
 
