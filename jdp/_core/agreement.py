@@ -171,13 +171,13 @@ class _Group:
     def __init__(self, mesh: ReplicaMesh) -> None:
         devices = [*mesh.devices]
         self.mesh, self.exchange = mesh, exchange_of(mesh.processes)
-        self.last: Any = None  # what was gathered last
+        self.last: Any = None  # the result of the last gather
         self.calls: set[str] = set()  # the verbs that were called before
         # Gloo keeps separate connections for each order of devices, and this gather has its own order. So if another
         # process makes a different call, this one waits for it, and can report it. In the mesh's order the bytes of
         # that call would arrive here, be taken for words, and crash both processes.
         self._order = np.roll(np.arange(len(devices)), 1 if devices[0].platform == "cpu" else 0)
-        self.places = np.argsort(self._order)  # of the mesh's devices, in what was gathered
+        self.places = np.argsort(self._order)  # the row of each of the mesh's devices in a gather's result
         self._ordered = Mesh(np.array(devices)[self._order], ("replicas",))
         cut, whole = PartitionSpec("replicas"), PartitionSpec()
         mapped = jax.shard_map(

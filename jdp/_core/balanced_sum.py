@@ -137,7 +137,7 @@ def segments(
 
 
 def _cut_where_replicas_meet(jaxpr: Any, axis_name: str) -> Segmented:
-    """Returns the jaxpr, cut where replicas meet; raises a `ValueError` if they meet in anything but a sum over all."""
+    """Returns the jaxpr, cut at its sums over all replicas; raises a `ValueError` for any other collective."""
 
     def meets(eqn: Any) -> bool:
         return axis_name in axes(eqn)

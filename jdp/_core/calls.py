@@ -2,7 +2,8 @@
 
 scatter and replicate pass some arrays on unchanged: replicated parameters, arrays of a batch that is cut already, and
 numpy arrays that the program itself places. A call that has no other arrays is remembered by their types (and the
-shardings of jax arrays). A later call with the same types skips scatter and replicate.
+shardings of jax arrays). A later call with the same types skips scatter and replicate. A batch that has to be padded
+never does: of it only the layout is remembered.
 """
 
 from __future__ import annotations

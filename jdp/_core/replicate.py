@@ -133,7 +133,7 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
 
     def checked(index: int, x: Any) -> Any:
         if isinstance(x, Tracer) and concrete(x) is None:
-            return x  # there is nothing to put anywhere yet
+            return x  # under jit there is no value to place yet
         if cut_axis_of(x, mesh) is None:
             x = own_copies(x, mesh.replicated)
             _check(x, mesh, verb, tree, index, root)

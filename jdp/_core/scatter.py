@@ -85,7 +85,7 @@ class Cutting(NamedTuple):
     dim: int
     verb: str
     root: str | tuple[str, ...]  # the name of the batch, or one name for each child of a tuple
-    axes: Tree = None  # an axis, or None for what is whole, for each leaf; default: dim for all
+    axes: Tree = None  # for each leaf its axis, or None if it is replicated; default: dim for all
     sizes: Sequence[int] | None = None  # of the chunks; default: torch's rule
     stacked: Callable[[Any], bool] | None = None  # tells which arrays hold one entry for each replica
     # A wrapper's cache (its mesh, dim and axes do not change), so that batches of known shapes are not examined again.
@@ -127,7 +127,7 @@ class Prepared(NamedTuple):
 
     arrays: list[Any]
     layout: Layout  # if there is an outline, the layout of this process's own chunks
-    outline: Outline | None = None  # what the processes must exchange before they know the rows of all
+    outline: Outline | None = None  # if the processes still have to exchange it, to learn each other's rows
     nodes: Mapping[int, Any] = {}  # the NNX objects that were taken out of it
 
 

@@ -27,9 +27,9 @@ class Scattered(Sequence[Tree]):
     """A pytree scattered over devices, `s = jdp.scatter(tree)`: `s[i]` is replica i's tree, on its device.
 
     An immutable sequence with one entry per chunk (`len(s)`, `s.sizes` rows, `s.devices`) and a
-    registered pytree, so that it passes through `jax.jit`, `jax.grad` and `jax.tree.map`. What
-    `jax.tree.map` sees are the arrays of all replicas at once, each chunk padded to the largest;
-    what the padding holds is not defined. Made by `jdp.scatter` and `jdp.parallel_apply`.
+    registered pytree, so that it passes through `jax.jit`, `jax.grad` and `jax.tree.map`.
+    `jax.tree.map` sees the arrays of all replicas at once, each chunk padded to the largest; the
+    values in the padding are undefined. Made by `jdp.scatter` and `jdp.parallel_apply`.
 
     Example:
         >>> import jdp, numpy as np
@@ -57,7 +57,7 @@ class Scattered(Sequence[Tree]):
     def __deepcopy__(self, memo: Any) -> Scattered:
         return self
 
-    if not TYPE_CHECKING:  # type checkers flag all of it then
+    if not TYPE_CHECKING:  # so that type checkers flag all of these uses
 
         def _used_as_array(self, *_: Any, **__: Any) -> Any:
             raise TypeError(f"jdp.Scattered: it is used as an array; {_NO_ARRAY}")

@@ -107,7 +107,7 @@ def names(signature: Signature) -> list[str]:
     """Returns the path of each operand that is a parameter, and "" for the others."""
     numbers = range(len(signature.leaves))
     replicas, _, _ = signature.fill(numbers)
-    # The replicas of an NNX model and of a loss are a pair: the parameters, and what is held with them.
+    # For an NNX model and for a loss, `replicas` is a pair: the parameters, and `Held`.
     params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas
     path_of = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
     return [path_of.get(number, "") for number in numbers]

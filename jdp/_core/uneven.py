@@ -1,9 +1,9 @@
 """Runs a function on every replica's chunk, inside one SPMD program, with the results of the chunk's true size.
 
-If each row of a function's outputs depends on that row of its inputs alone, no replica is idle, and no chunk is much
-larger than the others, all replicas run it on chunks of one size. Shorter chunks are filled up with copies of a row,
-and the results of the copies are dropped. Otherwise the function is traced once for each size of chunk, and each
-replica takes the branch (`lax.switch`) that was traced for its size.
+If each row of a function's outputs depends on that row of its inputs alone, no replica is idle, and the largest chunk
+has at most 4/3 of the mean number of rows, all replicas run it on chunks of that size. Shorter chunks are filled up
+with copies of a row, and the results of the copies are dropped. Otherwise the function is traced once for each size of
+chunk, and each replica takes the branch (`lax.switch`) that was traced for its size.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Body(NamedTuple):
 
 
 Bodies = dict[tuple[int, ...], Body]
-"""Each by the sizes of its chunk."""
+"""The bodies by the sizes of chunk that they were traced on, as `_sizes_of_operands` returns them."""
 
 
 def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> Bodies:

@@ -139,9 +139,9 @@ def _joins_rows(eqn: Any, rows: int) -> bool:
 
 
 def _axes_of_pairs(eqn: Any, rows: int) -> tuple[int, int] | None:
-    """Returns the first axis of rows of a product of all rows with all rows; None if it is no such product.
+    """Returns where a product of all rows with all rows has its first axis of rows; None if it is no such product.
 
-    The axis is that of the first operand, and that of the product.
+    The first number is the axis in the first operand, the second the axis in the product.
     """
     if eqn.primitive.name != "dot_general":
         return None

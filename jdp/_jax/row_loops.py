@@ -210,7 +210,7 @@ def _made(eqn: Any, operands: list[Parts]) -> list[Parts]:
     if name == "neg":
         return [_scaled(operands[0], -1)]
     if name in _MOVES or name in ("scatter_add", "dynamic_slice", "gather"):
-        return [_added(operands[0], _mixed(operands[1:], None))] * count  # what is added at places is not followed
+        return [_added(operands[0], _mixed(operands[1:], None))] * count  # what is added at indices is not followed
     if name in ("mul", "div"):
         return [_multiplied(eqn, name, *operands)]
     if name == "is_finite":

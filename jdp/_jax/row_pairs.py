@@ -30,7 +30,7 @@ from .jaxprs import parameter
 from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, constant
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
-_KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # zeros, and what is on the diagonal
+_KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # keep zeros off the diagonal, and its entries
 
 
 def of_pairs(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> RowValue:
@@ -204,7 +204,7 @@ def _reshaped(rows: RowCount, eqn: Any, place: Any) -> Any:
 def _of_blocks(rows: RowCount, eqn: Any, place: str, out: Any) -> Any:
     """Returns the place of an equation's result, if blocks of rows are side by side in its operand."""
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
-    axis = next(iter(rows.axes(eqn.invars[0])), 0) - 1  # that of the blocks
+    axis = next(iter(rows.axes(eqn.invars[0])), 0) - 1  # the axis of the blocks
     if axis < 0 or place != BLOCKS:
         return place
     if name == "slice" and parameter(eqn, "limit_indices")[axis] - parameter(eqn, "start_indices")[axis] != shape[axis]:

@@ -429,7 +429,7 @@ class Reader:
 
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns a choice among cases: its degree is theirs, and if a sum over the rows decides, it is no mean."""
-        if which.guards:  # a number in place of what is not finite
+        if which.guards:  # it replaces entries that are not finite
             which = which._replace(fault=None, met_all=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         made = self.made(eqn, [*cases, which], degree, out, True)

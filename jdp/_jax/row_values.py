@@ -211,7 +211,7 @@ class OtherTrace:
 
     def is_linear(self, one: float, two: float) -> bool:
         """Returns True if a number, or its inverse, is a multiple of the number of rows, plus a constant."""
-        step = self.primes[0] - self.primes[1]  # that of their halves, for b * (b - 1) / 2
+        step = self.primes[0] - self.primes[1]  # divides the difference in rows by 2 at least, for b * (b - 1) / 2
         for a, b in ((one, two), (1 / one, 1 / two)):
             if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
                 return True

@@ -218,7 +218,7 @@ def init_as_program(
         rngs, args, kwargs = treedef.unflatten(mine)
         return init(module, axis_name, rngs, args, kwargs)
 
-    keys = len(jax.tree.leaves(rngs))  # which may lie on another device; a batch stays where it is
+    keys = len(jax.tree.leaves(rngs))  # keys may lie on another device; a batch stays where it is
 
     def placed(i: int) -> Any:
         return put(leaves[i], mesh.replicated) if i < keys and not isinstance(leaves[i], Tracer) else leaves[i]

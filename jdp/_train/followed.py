@@ -50,8 +50,8 @@ class Followed:
     own: then no `refuse_` method raises an error. `way` is what an error advises instead.
 
     The function is traced once with a symbolic number of rows, and `traces` keeps that trace for all sizes of chunk.
-    If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows,
-    and two traces with fixed numbers tell how its values depend on the rows.
+    If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows.
+    Then, or if that trace cannot follow a value, two traces with fixed numbers tell how values depend on the rows.
     """
 
     def __init__(

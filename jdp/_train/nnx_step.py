@@ -269,7 +269,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         _, params = state.params
         nnx.update([self._dp.module], nnx.merge_state(params, state.state.variables))
         self._put_optimizer(state)
-        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+        if not isinstance(metrics["loss"], Tracer):  # a tracer must not outlive its trace
             self._results.keep(metrics, leaves)
         return state, metrics
 

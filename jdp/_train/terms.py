@@ -58,7 +58,7 @@ class Term:
     def __truediv__(self, divisor: Any) -> Term:
         return self * (1 / divisor if is_number(divisor) else divisor)
 
-    if not TYPE_CHECKING:  # type checkers flag all of it then
+    if not TYPE_CHECKING:  # so that type checkers flag all of these uses
 
         def _refused(self, *_: Any) -> NoReturn:
             what = "it is compared, converted, or passed to a power, a quotient or another function"

@@ -37,7 +37,7 @@ class StepArguments(TypedDict, total=False):
 
 
 @overload
-def train_step(  # pyright: ignore[reportOverlappingOverload]: one of an unknown module is taken for one of variables
+def train_step(  # pyright: ignore[reportOverlappingOverload]: a wrapper of an unknown module gets the second type
     dp: Wrapper[nnx.Module],
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation | nnx.Optimizer[Any],

@@ -178,7 +178,7 @@ def _run_known(
     """Runs a call like one that ran; None if the call is new. Its parameters are replicated, so the results stay so."""
     try:
         known = calls.run_known(config.mesh, None, args[0], args[1:], kwargs) if args else None
-    except TypeError:  # of parameters of another dtype: the steps of a first call say what is wrong
+    except TypeError:  # perhaps parameters of another dtype: the steps of a first call raise an error that says so
         return None
     if known is None:
         return None

@@ -230,7 +230,7 @@ class Batches:
         return np.concatenate(own), [len(chunk) for chunk in own]
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
-        """Returns a batch, and what the other processes are told of it."""
+        """Returns a batch that is ready to be cut, with the outline that the other processes get."""
         axes = axes_of_batch(self._config, batch)
         found = prepare(batch, self._cutting._replace(axes=axes, sizes=sizes))
         assert found.outline is not None

@@ -288,7 +288,7 @@ class DataParallel(nnx.Module, Generic[M]):
             {'params': {'bias': (3,), 'kernel': (2, 3)}}
         """
         if self._config.kind != "linen":
-            raise AttributeError(_NO_INIT)  # then Python asks __getattr__, which raises what the user sees
+            raise AttributeError(_NO_INIT)  # then Python calls __getattr__, which raises the error that the user sees
         return self._init
 
     @outside_of_mesh
@@ -354,7 +354,7 @@ class DataParallel(nnx.Module, Generic[M]):
                 f"nothing. Pass the mode as an argument, dp.apply(variables, x, train={method == 'train'})."
             )
 
-    if not TYPE_CHECKING:  # a type checker would accept every name then
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
             """Raises an `AttributeError`; for a name of torch's it says what to call instead."""

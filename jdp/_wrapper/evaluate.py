@@ -51,14 +51,14 @@ def evaluate(dp: Wrapper[object], metrics_fn: Callable[..., Mapping[str, Any]], 
             replica's rows of a batch, and returns a dict of `jdp.Mean(total, count)`, `jdp.Sum(total)`, 0-d floats
             (the mean over the rows it sees) and arrays with an entry for each row. Values may be trees of these.
         *arguments: the variables or parameters, and then the batches: a list of batches or a loader, anything that
-            `dp.prefetch` takes (and what it gives, or `dp.batches`). An NNX module is held by the wrapper, and the
-            batches are all: it runs in evaluation mode, and its state stays as it was.
+            `dp.prefetch` takes, or what `dp.prefetch` or `dp.batches` returns. For an NNX module, pass the batches
+            alone: the wrapper holds the module, which runs in evaluation mode, and whose state stays as it was.
 
     Returns:
-        The dict, with values of the host. A mean is a float, or for a total that is an array a numpy array. A sum is
-        an int or a float, or a numpy array: integers are added in 64 bits, floats in float64. An entry for each row
-        comes back as one numpy array, with its dtype, in the order of the data; over several processes each has those
-        of its own rows, and the rest is the same everywhere.
+        The dict, with values on the host. A mean is a float, or a numpy array if its total is an array. A sum is
+        an int or a float, or a numpy array: integers are added in 64 bits, floats in float64. Entries per row come back
+        as one numpy array, with their dtype, in the order of the data; with several processes, each gets the entries
+        of its own rows, and all other values are the same everywhere.
 
     Raises:
         TypeError: metrics that are no dict; a metric of none of these forms, or a scalar that is no mean over the

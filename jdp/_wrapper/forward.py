@@ -314,7 +314,7 @@ def gather_outputs(dp: Wrapper[object], outputs: Scattered, output_device: Devic
         output_device = resolve_output("DataParallel", output_device)
     if isinstance(outputs, Scattered):
         return join(outputs, output_device)
-    if holds_scattered(outputs):  # a batch, each array of which has its own axis
+    if holds_scattered(outputs):  # a batch, whose arrays have an axis each
         return map_scattered(lambda s: join(s, output_device), outputs)
     return gather(outputs, output_device, dp._config.dim)
 

@@ -208,7 +208,7 @@ def numpy_of(tensor: Any, verb: str) -> np.ndarray:
         )
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     name = str(tensor.dtype).removeprefix("torch.")
-    if name == "bfloat16" or name.startswith("float8"):  # of which numpy has none: the same bits, as JAX has them
+    if name == "bfloat16" or name.startswith("float8"):  # numpy has none: the same bits in JAX's dtype
         bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
         return bits.numpy().view(jnp.dtype(name))
     return tensor.numpy()

@@ -118,7 +118,7 @@ class Rows:
         """Returns the leaves of a row; raises a `ValueError` if it is unlike the first row that was read."""
         try:
             row = self._data[number]
-        except StopIteration as error:  # which would end the loop
+        except StopIteration as error:  # it would end the loop
             raise RuntimeError(
                 f"jdp.{VERB}: data[{number}] raised StopIteration; by its len it has this row. Return the row."
             ) from error
