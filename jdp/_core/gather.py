@@ -146,7 +146,7 @@ def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> li
     """Puts the arrays on one device, as `put_all` does, without the host in between.
 
     `device_put` reads an array that is cut over several devices through the host, and waits there for the program that
-    computes it. The parts on the devices are arrays themselves, and travel directly.
+    computes it. The parts on the devices are arrays themselves, and are sent directly.
     """
     if not arrays:
         return []

@@ -270,8 +270,8 @@ def _sum_over_replicas(x: Any, axis: int | None, name: str, mesh: ReplicaMesh) -
     # The gradient of a dense layer's kernel is the transpose of a product. If the sum comes after the transpose, XLA's
     # CPU compiler merges product and transpose into a form that it computes slowly: a tenth of a small transformer's
     # step. So matrices of such sizes are transposed before and after the sum. For larger and for smaller ones the two
-    # transposes cost more than that: a fifth of the step of a wide MLP, an eighth of that of one with 128 units. Between
-    # processes, where the sum is another operation, they would cost a fifth, too.
+    # transposes cost more than that: a fifth of the step of a wide MLP, an eighth of that of one with 128 units.
+    # Between processes, where the sum is another operation, they would cost a fifth, too.
     on_cpu = mesh.devices[0].platform == "cpu" and not mesh.spans_processes
     is_turned = on_cpu and mesh.size > 1 and x.ndim == 2 and x.size in _TURNED
     x = jnp.matrix_transpose(x) if is_turned else x

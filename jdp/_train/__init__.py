@@ -20,7 +20,7 @@ The training step:
     state.py             `jdp.TrainState`, the optimizer's update, and which arrays may be donated
     computation.py       what a step computes, as a pure function of the state and the batch
     program.py           the step as one program, compiled for batches of each layout and dispatched
-    compiler_options.py  how XLA combines the gradients that travel, on several GPUs
+    compiler_options.py  how XLA combines the gradients that are sent, on several GPUs
     state_shardings.py   where the arrays of a state lie, and their bytes on a device
     deterministic.py     the step as single-device programs, with the same bits on any number of devices
     check.py             `jdp.LossCheck`: compares the loss on several devices with the loss on one

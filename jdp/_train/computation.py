@@ -34,7 +34,7 @@ Keep = Callable[[TrainState, list[Any], dict[str, Any], Tree], tuple[Any, dict[s
 
 
 may_trace: contextvars.ContextVar[bool] = contextvars.ContextVar("jdp_may_trace", default=False)
-"""True while a step takes the usual way, which may trace. In a known step a trace means that something is new."""
+"""True while a step takes the ordinary path, which may trace. In a known step a trace means that something is new."""
 
 
 class Retraced(Exception):
@@ -65,7 +65,7 @@ class Computation:
         gather = "at once" if options.gather_once else "in the call"
         self.loss, self.call_of = loss, gradients(loss, steps, options.reduce_dtype, scatter)
         self.run = gradients_on_replicas(loss, steps, options.reduce_dtype, scatter, label, gather)
-        # The last ones noted: of the parameters, of what the optimizer sees of them, and of the other state.
+        # As noted last: those of the parameters, of the optimizer's view of them, and of the other state.
         self.inner_shardings: tuple[InnerShardings, ...] = ({}, {}, {})
 
     def shardings(self, state: TrainState) -> TrainState:
@@ -90,7 +90,7 @@ class Computation:
         return first, second, third if others else cast(Any, mesh.replicated)
 
     def axis_rule(self, x: Any, n: int) -> int | None:
-        """Returns the axis to cut a leaf of the state along; with `shard_params` that of a parameter, for all."""
+        """Returns the axis to cut a leaf of the state along; with `shard_params`, by the rule for parameters."""
         return axis_for_parameter(x, n, self.scanned or ()) if self.options.shard_params else axis_for_optimizer(x, n)
 
     def _note_scanned(self, jaxpr: Any, whole: Sequence[Any]) -> None:
@@ -144,8 +144,9 @@ class Computation:
             finite = all_finite(grads).all()
             if jax.tree.structure(new_state) != jax.tree.structure(state.state):
                 raise ValueError(
-                    f"jdp.train_step: the state{first_difference(new_state, state.state)} after a step; a skipped one "
-                    f"leaves one tree as it was. Make the variable when the model is made, or leave skip_nonfinite out."
+                    f"jdp.train_step: the state{first_difference(new_state, state.state)} after a step; a skipped step "
+                    f"must leave the tree as it was. Make the variable when the model is made, or leave skip_nonfinite "
+                    f"out."
                 )
 
             def choose(new: Tree, old: Tree) -> Tree:
@@ -228,8 +229,8 @@ def _before(updates: Tree, batch: Scattered) -> Tree:
     new = [".".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(updates) if path not in known]
     if new:
         raise ValueError(
-            f"jdp.train_step: {new[0]} of an NNX object in the batch was made in the step; a skipped one leaves all as "
-            f"it was. Make the variable when the object is made, or leave skip_nonfinite out."
+            f"jdp.train_step: {new[0]} of an NNX object in the batch was made in the step; a skipped step must leave "
+            f"everything as it was. Make the variable when the object is made, or leave skip_nonfinite out."
         )
     return nnx.from_flat_state([(path, known[path]) for path, _ in nnx.to_flat_state(updates)])
 

@@ -30,7 +30,8 @@ class Form(NamedTuple):
     """How one value of the whole batch is made.
 
     It is a "mean" over the rows, a "ratio" of a total and a count (a `jdp.Mean`), a "sum", or a "combination" of such
-    `parts` (a factor before each term). Or it has an entry per row along `axis`: "rows"; "first" if all are the same.
+    `parts` (a factor before each term). Or it has an entry per row along `axis`: "rows", or "first" if every entry is
+    the same value.
     """
 
     kind: Literal["mean", "ratio", "sum", "combination", "rows", "first"]
@@ -95,9 +96,9 @@ class Forms:
     def has_shares(self, layout: Layout) -> bool:
         """Returns True if each microbatch differentiates its share of the mean, so that gradients are only added up.
 
-        A row's cotangent is then what it is on one device, also for a backward pass of the user's own
-        (`jax.custom_vjp`), which need not be linear. In a loss of 16 bits a share would be rounded: there the gradient
-        of each microbatch's own mean is weighted by its rows, and the sum of all is divided.
+        Then the cotangent of each row is that on one device, as a backward pass of the user's own (`jax.custom_vjp`)
+        needs it, which may not be linear. In a loss of 16 bits a share would be rounded: for it the gradient of each
+        microbatch's own mean is weighted by its rows, and the sum of all is divided.
         """
         return self.is_mean and layout.is_cut and self.each[0].dtype.itemsize > 2
 
@@ -296,8 +297,8 @@ def _form_of_value(x: Any, name: str, followed: Followed, at: int, weight: float
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
     if isinstance(axis, str):
         raise TypeError(
-            f"{name} is {described(x)} for {followed.rows} rows, and {axis}; an array with the loss has rows along "
-            f"one axis (it is gathered), and any other is 0-d. Return jdp.Mean(total, count) for a mean, "
+            f"{name} is {described(x)} for {followed.rows} rows, and {axis}; an array that is returned with the loss "
+            f"has rows along one axis (it is gathered), or is 0-d. Return jdp.Mean(total, count) for a mean, "
             f"jdp.Sum(total) for a sum, or an array with rows along one axis."
         )
     if axis is not None:

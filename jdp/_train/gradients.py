@@ -1,6 +1,7 @@
 """The gradient of a loss on every replica: microbatches one after the other, then one sum over the replicas.
 
-gradients -> results_of_replica -> microbatches -> accumulate -> differentiate -> run_loss, forms_of
+Each calls the next: gradients -> results_of_replica -> microbatches -> accumulate -> differentiate -> run_loss,
+forms_of
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Gradients(NamedTuple):
     grads: Tree
     row_grads: dict[int, Tree]
     state: Tree
-    counts: list[Any]  # not read by this name: a divisor, `Marked.over`, has to be an output, too
+    counts: list[Any]  # nothing reads them here, but a divisor (`Marked.over`) must itself be an output
 
 
 class Loss(NamedTuple):
@@ -126,7 +127,7 @@ def gradients(
 def sent_as(wire: Any, dtype: Any) -> Any:
     """Returns the dtype that gradients are sent in. They are divided before, because 16-bit sums may overflow.
 
-    None: they are sent as they are, as complex ones always are.
+    None: they are sent in their own, as complex ones always are.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -155,12 +156,12 @@ def results_of_replica(
 
 def weight_of_all(layout: Layout, steps: int) -> float:
     """Returns the weight of all replicas' microbatches together."""
-    # With nothing cut there is one run, or one on each of several processes, and the mean of these is taken.
+    # If nothing is cut there is one run, or one on each of several processes, and the mean of these is taken.
     return sum(layout.sizes) / _unit(layout, steps) if layout.is_cut else float(len(layout.used))
 
 
 def _unit(layout: Layout, steps: int) -> int:
-    """Returns the rows of a microbatch with weight 1: a full one of the longest chunk, which is not multiplied then."""
+    """Returns the rows of a microbatch of weight 1: a full one of the longest chunk, so that it needs no factor."""
     return -(-max(layout.sizes) // steps) if layout.is_cut else 1
 
 
@@ -212,7 +213,11 @@ def differentiate(
     shards: ShardedParams | None = None,
     was_accepted: bool = False,
 ) -> ReplicaResults:
-    """Returns the results of one microbatch. `was_accepted` says that an earlier trace has accepted the loss."""
+    """Runs and differentiates the loss of one microbatch of `size` rows; returns its results.
+
+    The gradient of a mean over the rows is weighted by `size`: by the cotangent of the loss (`Forms.has_shares`), or by
+    a factor afterwards. `was_accepted` says that an earlier trace has accepted the loss.
+    """
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     seed = weight if loss.sync else 1
@@ -246,7 +251,8 @@ def differentiate(
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
-    # Where replicas share statistics, a gradient depends on the losses of all replicas, so each is weighted already.
+    # If replicas share statistics (`loss.sync`), a gradient depends on the losses of all replicas, so `value` has
+    # weighted each loss already, by `seed`.
     if forms.has_shares(signature.layout):
         cotangent, factor = size / sum(signature.layout.sizes) / seed, 1.0
     else:
@@ -367,8 +373,8 @@ def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, siz
         line = source_line(found.reduced)
         raise ValueError(
             f"jdp.{verb}: the loss is reduced over {axis_name!r} already ({found.reduced.primitive.name}"
-            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp adds up what replicas and "
-            f"microbatches have. Pass the loss as {ON_BATCH}, and leave the collective out."
+            f"{f' at {line}' if line else ''}), so that it is the same on all replicas; jdp itself adds up the losses "
+            f"of replicas and microbatches. Pass the loss as {ON_BATCH}, and leave the collective out."
         )
 
 
@@ -406,8 +412,9 @@ def _scan_microbatches(one: RunMicrobatch, state: Tree, n: int, size: int, cpu: 
     jaxpr, shapes = step(jnp.int32(0), state)
     if jax.tree.structure(shapes.state) != jax.tree.structure(state):
         raise ValueError(
-            f"jdp.accumulate_steps: the state{first_difference(shapes.state, state)} after a microbatch; microbatches "
-            f"hand one tree on. Make the variable when the model is made, or pass accumulate_steps=1."
+            f"jdp.accumulate_steps: the state{first_difference(shapes.state, state)} after a microbatch; each "
+            f"microbatch must leave the tree as it was. Make the variable when the model is made, or pass "
+            f"accumulate_steps=1."
         )
     run = replayed(canonical(jaxpr) if cpu else jaxpr, shapes)
 

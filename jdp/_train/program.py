@@ -1,9 +1,10 @@
 """The program of a training step: compiled for batches of each layout, and dispatched.
 
-The usual way looks at each array of the batch, and at all that may surround the call. In a known step the state that
-the last step returned comes with a batch of known shapes: only the trees are compared, and the program is called at
-once. JAX compares shapes, dtypes and precisions in any case. If one of these is new, JAX begins to trace the program
-again; our function raises `Retraced` in that trace, and the step takes the usual way.
+The ordinary path looks at each array of the batch, and at what is around the call (meshes, transformations, `explain`).
+A step is known if it gets the state that the last step returned, and a batch of known shapes: then only the trees are
+compared, and the program is called at once. JAX compares shapes, dtypes and precisions in any case. If one of these is
+new, JAX begins to trace the program again; our function raises `Retraced` in that trace, and the step takes the
+ordinary path.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Program(Computation):
         self._copies: Copies = {}  # of a deterministic step
 
     def note_shardings(self, params: Tree, others: Tree) -> None:
-        """Notes where parameters and other variables lie that are cut inside of a replica; traced ones do not tell."""
+        """Notes how parameters and other variables are cut inside of a replica; traced ones do not show it."""
         mesh = self.config.mesh
         if mesh.inner_axes and not any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             found = (
@@ -105,7 +106,7 @@ class Program(Computation):
     def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
         """Dispatches one step; `flat` is the flattened state, which the caller has already.
 
-        It returns what `keep` makes of `(state, its leaves, metrics, updates)`; a first Ctrl-C waits until then.
+        Returns `keep(state, its leaves, metrics, updates)`; a first Ctrl-C waits until that is done.
         """
         if self.options.shard_params and self.scanned is None:
             self.find_scanned(state, batch)
@@ -123,8 +124,7 @@ class Program(Computation):
         if self.options.deterministic and not trace_state_clean():
             raise ValueError(
                 "jdp.train_step: deterministic is True, and the step is called inside of jax.jit or the like; it is "
-                "several programs, which would become one there and be rounded in other ways. Call the step outside of "
-                "it."
+                "several programs, which would become one there, and round differently. Call the step outside of it."
             )
         if self.options.donate:
             state, flat = _unshared(state, flat, batch)
@@ -153,7 +153,7 @@ class Program(Computation):
             program = None
         if program is not None:
             program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
-            run = getattr(program, "__wrapped__", program)  # without the comparison between processes, which is done
+            run = getattr(program, "__wrapped__", program)  # the processes have compared it by now
             return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
@@ -270,7 +270,7 @@ def _with_own_rows(out: Any) -> Any:
 
 
 def takes_options(mesh: ReplicaMesh) -> bool:
-    """Returns True if the compiler is told how to combine the gradients that travel: on several GPUs."""
+    """Returns True if the compiler is told how to combine the gradients that are sent: on several GPUs."""
     return mesh.size > 1 and mesh.devices[0].platform == "gpu"
 
 
@@ -301,7 +301,7 @@ def run_known_step(
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):
             program.known.pop(key, None)
-            return None  # the usual way names what is wrong
+            return None  # the ordinary path raises an error that says what is wrong
         raise_nonfinite(error)
         raise
 
@@ -319,9 +319,9 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
 
 
 def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scattered, loss: Any) -> None:
-    """Remembers the program that has just run, with the treedefs, if these and the shapes tell how the batch is cut.
+    """Remembers the program that has just run, with the treedefs, if these and the shapes decide how the batch is cut.
 
-    So the batch has to be all arrays, which were passed on unchanged.
+    They do if all leaves of the batch are arrays, and scatter has passed them on unchanged.
     """
     layout, options = scattered._layout, program.options
     run = program.compiled.get((layout, of_state, False))

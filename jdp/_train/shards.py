@@ -57,7 +57,7 @@ class ShardedParams(NamedTuple):
         return float(self.mesh.size if forms.is_mean else sum(layout.sizes))
 
     def undivided(self, total: Any, forms: Forms) -> Any:
-        """Multiplies a sum over the replicas by its divisor `before`: in 32 bits, whose range it does not leave."""
+        """Multiplies a sum over the replicas by its divisor `before`, in 32 bits, where it cannot overflow."""
         if self.sent_as(total.dtype) is None:
             return total
         return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(forms)

@@ -218,7 +218,7 @@ def interrupted(state: Tree, done: bool, what: str = "state", last: str = "step.
 
 
 def checked_optimizer(tx: Any) -> optax.GradientTransformation:
-    """Returns an optax transformation; makes one of an object with its two functions, such as `optax.MultiSteps`."""
+    """Returns an optax transformation; makes one from an object that has its functions, such as `optax.MultiSteps`."""
     if isinstance(tx, type) or not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise TypeError(
             f"jdp.{VERB}: tx is a {type(tx).__name__}; it is an optax transformation (for NNX an nnx.Optimizer, too). "
@@ -260,15 +260,15 @@ def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
     if not jax.tree.leaves(params):
         raise ValueError(
             f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "
-            f"of others: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            f"with another wrt, such as nnx.Optimizer(dp, tx, wrt=nnx.Param)."
         )
     views = (nnx.as_pure, _of_wrapper)
     found = shapes_of(nnx.as_pure(optimizer.opt_state))
     differences = [first_difference(found, opt_shapes(optimizer.tx, view(params))) for view in views]
     if None not in differences:
         raise ValueError(
-            f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it is of another model. Make it of this one: "
-            f"nnx.Optimizer(dp, tx, wrt=nnx.Param)."
+            f"jdp.{VERB}: the optimizer's opt_state{differences[0]}; it belongs to another model. Make the optimizer "
+            f"from this one: nnx.Optimizer(dp, tx, wrt=nnx.Param)."
         )
     return views[differences.index(None)]
 
@@ -297,7 +297,7 @@ def update(
         if not is_unbound_axis(error):
             raise
         raise ValueError(
-            f"jdp.{VERB}: the optimizer runs a collective ({error}); the update is made once, of gradients that are "
+            f"jdp.{VERB}: the optimizer runs a collective ({error}); the update runs once, on gradients that are "
             f"reduced already, and not on each replica. Leave the collective out of the transformation."
         ) from error
     for what, found, expected in (("updates", updates, params), ("opt_state", after, opt_state)):
@@ -307,7 +307,7 @@ def update(
         ):
             raise ValueError(
                 f"jdp.{VERB}: the optimizer's {what} differ from what went in: {difference}; a transformation keeps "
-                f"the tree. Mend its update function."
+                f"the tree. Correct its update function."
             )
     new = optax.apply_updates(params, updates)
     if axis:
@@ -316,9 +316,9 @@ def update(
 
 
 def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
-    """Returns the updates that the transformation makes, and its state after; `value` goes to those that take it.
+    """Returns the updates that the transformation makes, and its state after; `value` is passed if it takes that.
 
-    Whether one takes it cannot be seen: `optax.chain` takes any argument, and passes it on to all that take more.
+    This cannot be seen in advance: `optax.chain` takes any argument, and passes it on to its parts that take more.
     """
     run = optax.with_extra_args_support(tx).update
     if _clips_each_row(opt_state):
@@ -357,7 +357,7 @@ def _refuse_functions(error: Exception) -> None:
     }
     raise TypeError(
         f"jdp.{VERB}: tx needs {' and '.join(names)} as well as the gradient ({text}); a step passes it the gradients, "
-        f"the parameters and value=loss, and no function to take others with. Choose one "
+        f"the parameters and value=loss, and no function that computes others. Choose one "
         f"without{without.get(names[0], '')}, or take the gradients with dp.value_and_grad."
     ) from error
 
@@ -394,5 +394,5 @@ def shapes_of(tree: Tree) -> Tree:
 def refuse_no_rows(verb: str, inputs: Scattered) -> None:
     if inputs._layout.is_cut and not sum(inputs._layout.sizes):
         raise ValueError(
-            f"jdp.{verb}: the batch has 0 rows; a mean of none is no number. Skip it, or pass 1 row or more."
+            f"jdp.{verb}: the batch has 0 rows; a mean over no rows is not a number. Skip it, or pass 1 row or more."
         )

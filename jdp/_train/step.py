@@ -84,11 +84,11 @@ class Step(Generic[Last]):
 
     @property
     def last(self) -> Last | None:
-        """The state that `init` or the last step returned, to go on with after Ctrl-C; of NNX its metrics, else None.
+        """The state that `init` or the last step returned (NNX: its metrics), to go on with after Ctrl-C; else None.
 
-        An interrupt may come after the old state was freed and before the new one has a name: this is the new one. If
-        these are the metrics of an NNX step, the model and its optimizer are both as that step left them. The step
-        object keeps it until the next step returns.
+        An interrupt may come after the old state was freed and before the caller has the new one: this is the new one.
+        For NNX, the model and its optimizer are both as the step with these metrics left them. The step object keeps
+        it until the next step returns.
 
         Example:
             >>> import jdp, numpy as np, optax
@@ -105,7 +105,7 @@ class Step(Generic[Last]):
         devices = ", ".join(map(str, self._dp.devices[:8]))
         return f"{type(self).__name__}({self._program.label}, devices=({devices}))"
 
-    if not TYPE_CHECKING:  # a type checker would accept every name then
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
             has = sorted(x for x in {*dir(type(self)), *vars(self)} if not x.startswith("_"))
@@ -208,9 +208,9 @@ class TrainStep(Step[TrainState]):
             rest = broadcast(rest, mesh, VERB, "variables")
         key, variables = rest.pop("(key)"), rest
         traced = not trace_state_clean()  # in jax.eval_shape, say: there are no values yet
-        if mesh.size > 1 and not traced:  # each process has made its own, and what is replicated may differ unseen
+        if mesh.size > 1 and not traced:  # JAX does not notice if the copies differ, as between processes
             found: Tree = (variables, key)
-            if not mesh.spans_processes:  # what came from one place is the same everywhere
+            if not mesh.spans_processes:  # leaves that were just copied from one place are the same everywhere
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
         self._program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
@@ -219,7 +219,7 @@ class TrainStep(Step[TrainState]):
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.forget()  # ZeRO cuts other shapes along other axes
         state = first_state(self._first, variables, key, self._program.shardings(shapes))
-        if mesh.exchange is not None and not traced:  # the optimizer of each process has made its own
+        if mesh.exchange is not None and not traced:  # each process has made its own by its optimizer
             check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes
         if not traced:
@@ -228,9 +228,9 @@ class TrainStep(Step[TrainState]):
         return state
 
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes one step, `state, metrics = step(state, batch)`; with `donate` the state that went in is gone then.
+        """Takes one step, `state, metrics = step(state, batch)`; with `donate` it frees the state that went in.
 
-        Arrays that no step made (in a state that was restored, or made by hand) are copied, and stay.
+        Arrays that no step made (in a state that was restored, or made by hand) are copied first, and not freed.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the state is either all before the step, or all after it and `step.last`.
@@ -258,7 +258,7 @@ class TrainStep(Step[TrainState]):
 
     @outside_of_mesh
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """Takes a step that differs from the last one, or is the first."""
+        """Takes a step that is not a known one (see `program.py`)."""
         before, scattered, flat, nodes = self._ready(state, batch, donates=True)
         found = self._program(before, scattered, flat, functools.partial(self._keep, nodes=nodes))
         if not nodes:
@@ -270,10 +270,10 @@ class TrainStep(Step[TrainState]):
         """Compares the loss with that of one device and the whole batch, `assert step.check(state, batch)`: slow.
 
         Loss, metrics, updates and gradient are compared; BatchNorm is synchronised in both. Nothing is changed. It
-        finds what no trace of the loss can tell, as `((x - x.mean(0)) ** 2).mean()`.
+        finds faults that no trace of the loss can show, as in `((x - x.mean(0)) ** 2).mean()`.
 
         Returns:
-            A `jdp.LossCheck`, true where all agree up to rounding; `str()` of it names what differs.
+            A `jdp.LossCheck`, true if all agree up to rounding; `str()` of it names what differs.
 
         Example:
             >>> import jdp, numpy as np, optax
@@ -335,8 +335,8 @@ class TrainStep(Step[TrainState]):
     def find_nonfinite(self, state: TrainState, batch: Tree) -> list[Nonfinite]:
         """Returns the replicas and rows whose gradient is not finite, `step.find_nonfinite(state, batch)`: slow.
 
-        Each entry has `.replica`, `.device`, `.rows` (their numbers in the batch; all of the replica's, where none
-        does it alone) and `.paths` (of the parameters). The state is not changed.
+        Each entry has `.replica`, `.device`, `.rows` (their indices in the batch; all rows of the replica, if the
+        gradient of each row alone is finite) and `.paths` (of the parameters). The state is not changed.
 
         Example:
             >>> import jdp, numpy as np, optax
@@ -359,7 +359,7 @@ class TrainStep(Step[TrainState]):
         if state is None or state is not self._results.last:
             state = self._checked(state, owned)
             return state, scattered, jax.tree.flatten(state), nodes
-        # What it gave itself is as it should be, unless some of it has been donated or replaced since.
+        # The state that the step returned last needs no check, unless parts of it were donated or replaced since.
         leaves, treedef = jax.tree.flatten(state)
         if are_freed(leaves):
             raise was_donated(state)
@@ -367,7 +367,7 @@ class TrainStep(Step[TrainState]):
         if is_new:
             refuse_no_arrays(state)
             check_differentiable(VERB, state.params, "state.params")
-        if is_new or self._program.inner_shardings is not self._inner_shardings:  # it saw another state
+        if is_new or self._program.inner_shardings is not self._inner_shardings:  # it has seen another state since
             self._program.note_shardings(state.params, state.state)
         if is_new:
             state = self._program.placed(state, owned)
@@ -376,7 +376,7 @@ class TrainStep(Step[TrainState]):
 
     @contextlib.contextmanager
     def _program_of(self, state: TrainState, batch: Tree) -> Iterator[tuple[Program, TrainState, Scattered]]:
-        """Gives the program of a step on this state, and its operands; the next step's program stays what it is."""
+        """Yields the program of a step on this state, and its operands; the program of the next step stays the same."""
         own = self._program
         try:
             state, scattered, _, _ = self._ready(state, batch)
@@ -385,9 +385,9 @@ class TrainStep(Step[TrainState]):
             self._program = own
 
     def _match_shards(self, params: Tree, name: str, before: bool = False) -> None:
-        """Makes the program for parameters that are cut if these are, or were `before`, or if the caller said so.
+        """Switches to the program for cut parameters if these are cut, or were `before`, or if the caller said so.
 
-        Traced parameters do not tell where they lie, so all stays as it was.
+        Traced parameters do not show where they lie; for them the program stays as it was.
 
         Raises:
             ValueError: these are cut, and the caller has passed `shard_params=False`.
@@ -397,8 +397,8 @@ class TrainStep(Step[TrainState]):
         are_cut = not grouped and any(cut_axis_of(x, config.mesh) is not None for x in jax.tree.leaves(params))
         if are_cut and self._options.shard_params is False:
             raise ValueError(
-                f"jdp.{VERB}: shard_params is False, and {name} are cut over the devices; what is made in parts is "
-                f"trained in parts. Leave shard_params out, or pass jdp.replicate(jax.device_get(params))."
+                f"jdp.{VERB}: shard_params is False, and {name} are cut over the devices; parameters that are cut stay "
+                f"cut in training. Leave shard_params out, or pass jdp.replicate(jax.device_get(params))."
             )
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
             before = before or bool(self._program.options.shard_params)
@@ -432,7 +432,7 @@ class TrainStep(Step[TrainState]):
                 f"jdp.{VERB}: state{difference}; a step takes the states of one model and optimizer. Pass a state that "
                 f"step.init made, or one restored into its shape."
             )
-        if not capturing():  # what is only explained need not be what is trained
+        if not capturing():  # a state that is only explained does not decide which ones the step takes
             self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return state
@@ -444,7 +444,7 @@ class TrainStep(Step[TrainState]):
     ) -> tuple[TrainState, dict[str, Any]]:
         if nodes:
             nnx.update(nodes, own_values(updates))
-        if not isinstance(metrics["loss"], Tracer):  # which must not outlive its trace
+        if not isinstance(metrics["loss"], Tracer):  # a tracer must not outlive its trace
             self._results.keep(state, leaves)
             self._inner_shardings = self._program.inner_shardings
         return state, metrics
