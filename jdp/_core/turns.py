@@ -58,7 +58,7 @@ def _taken_apart(x: Any, axis: int, count: int) -> Any:
 
 
 def _meet(bodies: Bodies, axis_name: str) -> bool:
-    """Returns True if the replicas run collectives."""
+    """Returns True if the replicas run collectives, `sync_batch_norm`'s included."""
     jaxprs = [body.jaxpr.jaxpr for body in bodies.values()]
     return any([*collectives(jaxpr, axis_name, synced)] for jaxpr in jaxprs for synced in (False, True))
 

@@ -260,7 +260,8 @@ def _multiplied(eqn: Any, name: str, a: Parts, b: Parts) -> Parts:
                 return _mixed([other], None)
             by = float(v.val) if name == "mul" else 1 / float(v.val or math.nan)
             return _scaled(other, by)
-    # By the number of the round, as in a running mean (not followed), or by a row or a carried number (not linear).
+    # By the number of the round, as in a running mean (not followed). Or by a row, a carried number or a constant that
+    # is not known: there is no known factor.
     by_place = any(PLACE in parts and ROW not in parts for parts in ((b,) if name == "div" else (a, b)))
     return _mixed([a, b], None if by_place else math.nan)
 

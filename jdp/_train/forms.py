@@ -220,7 +220,7 @@ def _forms_of(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms,
 
 
 def _form_of_loss(x: Any, followed: Followed, at: int, weight: float, name: str) -> tuple[Form, list[Any]]:
-    """Returns the form and the summands of a loss. They are those of a metric, but a vector stands for its mean."""
+    """Returns the form and the summands of a loss: as for a metric, except that a vector stands for its mean."""
     if is_term(x):
         return _form_of_term(x, name, followed, at, weight)
     x = jnp.asarray(x)

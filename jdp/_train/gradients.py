@@ -77,7 +77,7 @@ class ReplicaResults(NamedTuple):
 def gradients(
     loss: Loss, steps: int = 1, wire: Any = None, scatter: Callable[[Any], int | None] | None = None
 ) -> CallOf:
-    """Returns what a replica runs: `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
+    """Returns a replica's function: it maps `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
 
     Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` returns, for a
     leaf, the axis that its sum is cut along. Gradients of cut parameters are cut in the same way. If the parameters

@@ -233,7 +233,7 @@ class TrainStep(Step[TrainState]):
         Arrays that no step made (in a state that was restored, or made by hand) are copied first, and not freed.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the state is either all before the step, or all after it and `step.last`.
+            KeyboardInterrupt: Ctrl-C; the state is then all from before the step, or all from after it (`step.last`).
 
         Example:
             >>> import jdp, numpy as np, optax

@@ -179,7 +179,7 @@ def test_a_shard_map_of_the_models_own_is_refused(n, rows):
         return jax.shard_map(lambda y: y * w, mesh=mesh, in_specs=P(None, "model"), out_specs=P(None, "model"))(x)
 
     dp = jdp.DataParallel(model, range(n))
-    with pytest.raises(ValueError, match=r"the model calls shard_map \(.*test_annotations.py:\d+\); it runs on one device"):
+    with pytest.raises(ValueError, match=r"the model calls shard_map \(.*test_annotations.py:\d+\); it runs on one"):
         dp.apply(np.float32(2), ROWS[:rows])
     with pytest.raises(ValueError) as caught:
         dp.value_and_grad(lambda w, x: model(w, x).mean(1))(np.float32(2), ROWS[:rows])

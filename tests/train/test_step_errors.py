@@ -557,7 +557,7 @@ def test_the_loss_itself_may_be_among_the_metrics(form):
 
 WAYS = {
     "places": (lambda e: (e - jnp.arange(len(e))).mean(), r"positions.*iota.*Pass the positions of the rows"),
-    "linspace": (lambda e: (e - jnp.linspace(0, 1, e.shape[0])).mean(), "Pass the positions of the rows with the batch"),
+    "linspace": (lambda e: (e - jnp.linspace(0, 1, e.shape[0])).mean(), "Pass the positions of the rows"),
     "all but the last": (lambda e: e[:-1].mean(), r"a sum over fewer or more entries than rows.*Multiply by a mask"),
     "a sum": (lambda e: e.sum(), r"not divided by their number.*Return jdp\.Sum\(total\)"),
 }
