@@ -2,6 +2,9 @@
 
 Each calls the next: gradients -> results_of_replica -> microbatches -> accumulate -> differentiate -> run_loss,
 forms_of
+
+The gradient of a mean over the rows is weighted by the rows of its microbatch: by the cotangent of the loss (see
+`Forms.has_shares`), or by a factor afterwards.
 """
 
 from __future__ import annotations
@@ -213,11 +216,7 @@ def differentiate(
     shards: ShardedParams | None = None,
     was_accepted: bool = False,
 ) -> ReplicaResults:
-    """Runs and differentiates the loss of one microbatch of `size` rows; returns its results.
-
-    The gradient of a mean over the rows is weighted by `size`: by the cotangent of the loss (`Forms.has_shares`), or by
-    a factor afterwards. `was_accepted` says that an earlier trace has accepted the loss.
-    """
+    """Runs and differentiates the loss of one microbatch; `was_accepted` says that an earlier trace has accepted it."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     seed = weight if loss.sync else 1
@@ -251,8 +250,7 @@ def differentiate(
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
-    # If replicas share statistics (`loss.sync`), a gradient depends on the losses of all replicas, so `value` has
-    # weighted each loss already, by `seed`.
+    # If replicas share statistics, a gradient depends on the losses of all replicas: `seed` has weighted each already.
     if forms.has_shares(signature.layout):
         cotangent, factor = size / sum(signature.layout.sizes) / seed, 1.0
     else:
