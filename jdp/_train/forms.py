@@ -102,6 +102,16 @@ class Forms:
         """
         return self.is_mean and layout.is_cut and self.each[0].dtype.itemsize > 2
 
+    def weights(self, layout: Layout, size: int, weight: float, seed: float) -> tuple[float, float]:
+        """Returns the cotangent of a microbatch's loss and the factor of its gradient, which weight it by its rows.
+
+        The loss is multiplied by `seed` already. That is its weight if replicas share statistics, because then the
+        gradient of each depends on the losses of all.
+        """
+        if self.has_shares(layout):
+            return size / sum(layout.sizes) / seed, 1.0
+        return 1.0, weight / seed if self.is_mean else 1.0
+
     def over(self, counts: Sequence[Marked], weight: float, layout: Layout) -> Any:
         """Returns the divisor for the sum of the loss's gradients over all rows; None if there is none."""
         if self.has_shares(layout):

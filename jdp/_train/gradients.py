@@ -4,7 +4,7 @@ Each calls the next: gradients -> results_of_replica -> microbatches -> accumula
 forms_of
 
 The gradient of a mean over the rows is weighted by the rows of its microbatch: by the cotangent of the loss (see
-`Forms.has_shares`), or by a factor afterwards.
+`Forms.weights`), or by a factor afterwards.
 """
 
 from __future__ import annotations
@@ -250,11 +250,7 @@ def differentiate(
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
-    # If replicas share statistics, a gradient depends on the losses of all replicas: `seed` has weighted each already.
-    if forms.has_shares(signature.layout):
-        cotangent, factor = size / sum(signature.layout.sizes) / seed, 1.0
-    else:
-        cotangent, factor = 1.0, weight / seed if forms.is_mean else 1.0
+    cotangent, factor = forms.weights(signature.layout, size, weight, seed)
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
