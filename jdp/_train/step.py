@@ -352,6 +352,11 @@ class TrainStep(Step[TrainState]):
 
     def _ready(self, state: TrainState, batch: Tree, donates: bool = False) -> Ready:
         """Returns the operands of a step. If it donates the state, arrays that no step made are copied first."""
+        if not isinstance(state, TrainState):  # the arguments may be in the other order: said before the batch is cut
+            raise TypeError(
+                f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Call "
+                f"step(state, batch) with step.init's state, or with the one that the last step returned."
+            )
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
@@ -409,11 +414,6 @@ class TrainStep(Step[TrainState]):
 
     def _checked(self, state: TrainState, owned: Callable[[Any], Any]) -> TrainState:
         """Returns a state that is not the last one, checked to be of this model, with `owned` arrays in place."""
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Pass step.init's, "
-                f"or the state that the last step returned."
-            )
         if are_freed(jax.tree.leaves(state)):
             raise was_donated(state)
         refuse_no_arrays(state)

@@ -206,6 +206,11 @@ def test_what_belongs_to_the_other_kind_of_step(refused):
 def test_arguments_in_the_other_order(refused):
     with refused(TypeError, "train_step", r"loss_fn is a GradientTransformation\w*; .*train_step\(loss_fn, tx\)"):
         net().train_step(SGD, lambda m, x: m(x).mean())
+    step = step_of()
+    state = step.init(W)
+    for call in (step, step.check, step.find_nonfinite):
+        with refused(TypeError, "train_step", r"state is a ndarray; a step takes .* Call step\(state, batch\)"):
+            call(X, state)
 
 
 def test_arrays_of_other_sizes_may_be_left_whole(refused):
