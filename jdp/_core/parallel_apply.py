@@ -304,12 +304,18 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
 
 
 def explain_values(error: Exception, who: str) -> None:
-    """Adds a note to JAX's error for a traced function, `who`, that asks for the value of an array."""
+    """Adds a note to JAX's error for a traced function, `who`, that asks for the values of an array, or by a mask."""
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
         error.add_note(
             f"{who} asks for the value of an array (float(x), x.item(), np.asarray(x), if x, table[x] of a numpy "
             f"table); it is traced, before there are values. Return the arrays themselves, and take float(...) of what "
             f"the call gives; index jnp.asarray(table)."
+        )
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        error.add_note(
+            f"{who} takes entries by a mask, x[mask]; how many these are is known only when there are values. Multiply "
+            f"by the mask: a mean of x[mask] is jdp.Mean((x * mask).sum(), mask.sum()), and in a criterion "
+            f"(x * mask).sum() / mask.sum()."
         )
 
 
