@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .._core.layout import Tree
 from .._jax import row_traces
 from .._jax.jaxprs import reached
+from .._jax.row_primitives import ELEMENTWISE
 from .._jax.row_values import GROUPS, PAIRS, Fault
 from .terms import is_number
 
@@ -40,6 +41,7 @@ _FIRST = {
     "count": "Pass the positions of the rows with the batch (np.arange(len(x)), which is cut like the rows), or ",
     "ratio": "Return jdp.Mean(total, count), whose totals and counts are added up before the division, or ",
 }
+_COLUMN = "If shapes (n,) and (n, 1) met there, give both arrays one of them (x[:, 0]); else "
 
 
 class Followed:
@@ -197,7 +199,7 @@ class Followed:
     def refuse_no_mean(self, index: int, name: str) -> None:
         """Raises a `TypeError` for a scalar that is not a mean over the rows; accepts one that cannot be followed."""
         for found in filter(None, self._faults("mean", [index], name)):
-            way = _sentence(_FIRST.get(found.kind, "") + self._way)
+            way = _sentence((_COLUMN if _is_of_a_column(found) else _FIRST.get(found.kind, "")) + self._way)
             raise TypeError(
                 f"{name} is a scalar, and it is {_what(found)}; a scalar counts as the mean over the rows of the "
                 f"chunk. {way} (if the mean of the chunks' values is meant: jdp.Mean(x * n, n))."
@@ -238,6 +240,14 @@ def _refuse_backward(found: Fault | None, name: str) -> None:
             f"gradient must be made of that row alone. Call that function in a criterion=, on the outputs of all rows; "
             f"if it changes a parameter's gradient, let the optimizer do that (optax.clip)."
         )
+
+
+def _is_of_a_column(found: Fault) -> bool:
+    """Whether the blame is on n x n entries made of others place by place, as where (n,) and (n, 1) meet."""
+    if found.kind != "pairs" or found.operation not in ELEMENTWISE:
+        return False
+    shape = found.at[0].outvars[0].aval.shape
+    return len(shape) == 2 and shape[0] == shape[1]
 
 
 def _what(found: Fault) -> str:

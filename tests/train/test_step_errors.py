@@ -565,6 +565,18 @@ WAYS = {
     "linspace": (lambda e: (e - jnp.linspace(0, 1, e.shape[0])).mean(), "Pass the positions of the rows"),
     "all but the last": (lambda e: e[:-1].mean(), r"a sum over fewer or more entries than rows.*Multiply by a mask"),
     "a sum": (lambda e: e.sum(), r"not divided by their number.*Return jdp\.Sum\(total\)"),
+    "a column": (
+        lambda e: ((e[:, None] - jnp.tanh(e)) ** 2).mean(),
+        r"sub at .* If shapes \(n,\) and \(n, 1\) met there, .*; else pass the loss as criterion=",
+    ),
+    "neighbours": (
+        lambda e: jax.nn.relu(1 + e - jnp.roll(e, 1)).mean(),
+        r"rows that meet other rows.*rows of the chunk\. Pass the loss as criterion=",
+    ),
+    "a matrix of all rows": (
+        lambda e: jnp.tanh(e[:, None] @ e[None]).mean(),
+        r"dot\w* at .*rows of the chunk\. Pass the loss as criterion=",
+    ),
 }
 
 
