@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import functools
 import operator
 import signal
 import threading
@@ -44,15 +45,19 @@ class ReplicaProgram:
         intercepted(self, replicas, inputs, kwargs)
         kw, rest = (None, ()) if kwargs is None else (kwargs._layout, kwargs._arrays)
         refuse_freed([*inputs._arrays, *rest], "DataParallel", lambda _: "an array of the batch")
-        if inputs._layout.mesh.spans_processes:
+        mesh = inputs._layout.mesh
+        if mesh.spans_processes:
             donated, held = (replicas[0], replicas[1:]) if self._donates else (None, replicas)
-            return self._of_trees(inputs, kwargs)(donated, held, inputs, kwargs)
+            found = self._of_trees(inputs, kwargs)(donated, held, inputs, kwargs)
+            free_rest(jax.tree.leaves(donated), mesh)
+            return found
         leaves, treedef = jax.tree.flatten(replicas)
         refuse_freed(leaves, "DataParallel", lambda i: f"parameter {i} of {len(leaves)}")
         program = self.flat(treedef, inputs._layout, kw)
         count = treedef.children()[0].num_leaves if self._donates else 0
         operands = (leaves[:count], leaves[count:], *inputs._arrays, *rest)
         out = program.run(*operands) if is_plain() else arguments_of_this_jit_need_jdp_replicate(program.run, operands)
+        free_rest(leaves[:count], mesh)
         return program.scattered(out)
 
     def flat(self, replicas: Any, inputs: Layout, kwargs: Layout | None) -> FlatProgram:
@@ -248,10 +253,16 @@ def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:
 
 
 def dispatch_step(
-    program: Callable[..., Any], mesh: ReplicaMesh, args: tuple[Any, ...], keep: Callable[..., tuple[S, dict[str, Any]]]
+    program: Callable[..., Any],
+    mesh: ReplicaMesh,
+    args: tuple[Any, ...],
+    keep: Callable[..., tuple[S, dict[str, Any]]],
+    donated: Sequence[Any],
 ) -> tuple[S, dict[str, Any]]:
     """Dispatches a training step. Later calls wait for its loss, because its state is donated to the next step."""
     exchange = mesh.exchange
+    if donated and mesh.may_deadlock:
+        keep = functools.partial(_free_and_keep, donated, mesh, keep)
     if exchange is None:
         found = run_and_keep(program, args, keep)
     else:
@@ -262,6 +273,28 @@ def dispatch_step(
     if mesh.may_deadlock:
         _wait_for_earlier(program, found[1]["loss"])
     return found
+
+
+def _free_and_keep(donated: Sequence[Any], mesh: ReplicaMesh, keep: Callable[[Any], T], out: Any) -> T:
+    free_rest(donated, mesh)
+    return keep(out)
+
+
+def free_rest(donated: Sequence[Any], mesh: ReplicaMesh) -> None:
+    """Frees donated arrays of which XLA has freed a part alone, because a use of one may end the process.
+
+    On CPUs numpy shares the memory of one device (`np.asarray(x)`). XLA copies it then, and frees the other devices'
+    parts. JAX looks at the first device alone, and does not count the array as freed.
+    """
+    if not donated or not mesh.may_deadlock:  # that is on several CPU devices
+        return
+    with contextlib.suppress(AttributeError, TypeError):  # leaves of several types, as in `are_freed`
+        if all(map(type(donated[0]).is_deleted, donated)):  # as a rule; no Python code runs per leaf
+            return
+    for x in donated:
+        if issubclass(type(x), jax.Array) and not x.is_deleted():  # never a tracer
+            if any(shard.data.is_deleted() for shard in x.addressable_shards):
+                x.delete()
 
 
 def run_and_keep(program: Callable[..., Any], args: tuple[Any, ...], keep: Callable[..., T]) -> T:

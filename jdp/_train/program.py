@@ -144,6 +144,7 @@ class Program(Computation):
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
         leaves, treedef = flat
+        donated = leaves if self.options.donate else ()
         if self.options.deterministic and len(layout.devices) > 1:
             named = state, placed(batch)._arrays
             program = self._one_by_one(treedef, layout)
@@ -154,12 +155,12 @@ class Program(Computation):
         if program is not None:
             program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)  # the processes have compared it by now
-            return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))))
+            return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))), donated)
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
             program = self.jitted(state, layout, treedef, args)
-            return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)))
+            return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)), donated)
         finally:
             may_trace.reset(token)
 
@@ -296,8 +297,9 @@ def run_known_step(
         return None
     if are_freed(leaves):  # JAX would pass freed arrays on, and may crash
         raise was_donated(state)
+    donated = leaves if program.options.donate else ()
     try:
-        return dispatch_step(run, program.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+        return dispatch_step(run, program.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)), donated)
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):
             program.known.pop(key, None)

@@ -402,3 +402,43 @@ def test_a_freed_nnx_model_is_refused():
         dp.evaluate(lambda model, x: {"loss": (model(x) ** 2).mean()}, [X])
     with pytest.raises(RuntimeError, match="was donated to an earlier step"):
         step(X)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} steps".format)  # the third one is a known step
+def test_a_state_of_which_numpy_shares_a_part_is_freed_whole(steps, deterministic):
+    """numpy shares the memory of the first device; XLA would free the other parts, and a use would crash."""
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(4), replicas=4)
+    step = dp.train_step(loss_fn, optax.adam(0.1), deterministic=deterministic)
+    state = step.init(VARIABLES)
+    for _ in range(steps - 1):
+        state, _ = step(state, X)
+    before, host = state, jax.device_get(state)
+    expected = host.params["w"].copy()
+    state, _ = step(before, X)
+    assert all(freed((before.step, before.params, before.opt_state)))
+    with pytest.raises(RuntimeError, match=r"state\.step was donated to an earlier step"):
+        step(before, X)
+    with pytest.raises(RuntimeError, match="deleted"):
+        _ = before.params["w"] + 1
+    assert not any(freed(step(state, X)[0]))
+    np.testing.assert_array_equal(host.params["w"], expected)
+
+
+def test_a_model_of_which_numpy_shares_a_part_is_freed_whole():
+    net, step = nnx_step(4)
+    step(X)
+    before = arrays(nnx.state(net, nnx.Param))
+    host = [np.asarray(x) for x in before]
+    step(X)
+    assert all(freed(before)) and len(before) == len(host) == 4
+    step(X)
+
+
+def test_arguments_of_a_step_for_pmap_of_which_numpy_shares_a_part_are_freed_whole():
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(4))
+    step = dp.parallel(lambda w, x: (w + jax.lax.pmean(x.mean(), "data"), x.sum()), donate_argnums=0)
+    before, _ = step(jdp.replicate(np.ones(3, np.float32), range(4)), X)
+    host = np.asarray(before)
+    step(before, X)
+    assert before.is_deleted() and host.shape == (3,)
