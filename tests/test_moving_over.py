@@ -307,6 +307,17 @@ def test_parameters_without_their_collection():
         assert "{'params': state.params, **state.state}" in "".join(info.value.__notes__)
 
 
+def test_a_collective_over_an_axis_of_another_name():
+    """As a program for pmap has it, `axis_name="batch"`."""
+    mean = lambda w, x: jax.lax.pmean((x @ w).mean(), "batch")  # noqa: E731
+    dp = wrap(lambda w, x: x @ w)
+    doors = {"parallel": dp.parallel(lambda w, x: (w, mean(w, x))), "value_and_grad": dp.value_and_grad(mean)}
+    for door in doors.values():
+        with pytest.raises(NameError, match="batch") as info:
+            door(W, X)
+        assert "that of the replicas is 'data'. Pass axis_name=" in "".join(info.value.__notes__)
+
+
 def test_a_tuple_is_the_arguments():
     def loss(w, batch):
         return batch[0] @ w + batch[1]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .devices import outside
+from .inputs import is_unbound_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .outputs import Outputs, refuse_other_axes, returned
 from .programs import SIZES, Recent, ReplicaProgram, dispatch, made_once
@@ -287,6 +288,12 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
         error.add_note(
             "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own has nothing "
             "to split. Call the function without shard_map, on the chunk."
+        )
+    if isinstance(error, NameError) and is_unbound_axis(error):
+        error.add_note(
+            f"jdp.parallel_apply: {label} runs a collective over another axis; that of the replicas is "
+            f"{layout.mesh.axis_name!r}. Pass axis_name= with the name that it uses, or, in a loss, leave the "
+            f"collective out: losses and gradients are added up for it."
         )
     if type(error).__name__ == "TraceContextError":
         error.add_note(
