@@ -571,7 +571,7 @@ WAYS = {
     ),
     "neighbours": (
         lambda e: jax.nn.relu(1 + e - jnp.roll(e, 1)).mean(),
-        r"rows that meet other rows.*rows of the chunk\. Pass the loss as criterion=",
+        r"max at .*rows of the chunk\. Pass the loss as criterion=",
     ),
     "a matrix of all rows": (
         lambda e: jnp.tanh(e[:, None] @ e[None]).mean(),
