@@ -130,6 +130,16 @@ def _short_type(x: Any) -> str:
     return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
 
 
+def no_state(found: Any) -> TypeError:
+    """Returns the error for a step's first argument that is no `TrainState` of jdp's."""
+    kind = type(found)
+    name = f"{kind.__module__}.TrainState" if kind.__name__ == "TrainState" else kind.__name__
+    return TypeError(
+        f"jdp.{VERB}: state is a {name}; a step takes a jdp.TrainState. Call step(state, batch) with step.init's "
+        f"state, or with the one that the last step returned."
+    )
+
+
 def was_donated(state: Tree, root: str = "state") -> RuntimeError:
     """Returns the error for a state of which an earlier step has freed an array."""
     leaves = jax.tree_util.tree_leaves_with_path(state)

@@ -42,6 +42,7 @@ from .state import (
     first_state,
     first_values,
     interrupted,
+    no_state,
     opt_shapes,
     refuse_no_arrays,
     refuse_no_rows,
@@ -353,10 +354,7 @@ class TrainStep(Step[TrainState]):
     def _ready(self, state: TrainState, batch: Tree, donates: bool = False) -> Ready:
         """Returns the operands of a step. If it donates the state, arrays that no step made are copied first."""
         if not isinstance(state, TrainState):  # the arguments may be in the other order: said before the batch is cut
-            raise TypeError(
-                f"jdp.{VERB}: state is a {type(state).__name__}; a step takes a jdp.TrainState. Call "
-                f"step(state, batch) with step.init's state, or with the one that the last step returned."
-            )
+            raise no_state(state)
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)

@@ -12,6 +12,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from flax.training import train_state
 from laws import INPUTS, TARGETS
 
 import jdp
@@ -211,6 +212,9 @@ def test_arguments_in_the_other_order(refused):
     for call in (step, step.check, step.find_nonfinite):
         with refused(TypeError, "train_step", r"state is a ndarray; a step takes .* Call step\(state, batch\)"):
             call(X, state)
+    of_flax = train_state.TrainState.create(apply_fn=None, params=W["params"], tx=SGD)
+    with refused(TypeError, "train_step", r"state is a flax\.training\.train_state\.TrainState; a step takes a jdp"):
+        step(of_flax, X)
 
 
 def test_arrays_of_other_sizes_may_be_left_whole(refused):
