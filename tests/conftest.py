@@ -1,9 +1,14 @@
 """The tests run on 8 virtual CPU devices; here is what the files share."""
 
+import gc
 import importlib.metadata
 import os
 import pathlib
 import signal
+
+# An import or a trace makes thousands of objects and drops most of them. Python looks for garbage after 700 new ones,
+# which took a tenth of the time of these tests; after 10,000 no more memory is kept.
+gc.set_threshold(10_000, 10, 10)
 
 # Where & in a script has started pytest, Ctrl-C is ignored, by all that it starts, too; tests send one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,7 +49,6 @@ jdp.virtual_cpu_devices(8)
 
 import collections
 import contextlib
-import gc
 import re
 import sys
 import threading
@@ -160,14 +164,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """What is imported stays: the garbage collector need not look at it again and again, which took a twentieth.
-
-    A trace makes and drops thousands of objects. Looked through after 700 of them, as by default in Python 3.11, the
-    youngest take another tenth; after 10,000 they keep no more memory.
-    """
+    """What is imported stays: the garbage collector need not look at it again and again, which took a twentieth."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.hookimpl(wrapper=True)
