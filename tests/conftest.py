@@ -7,8 +7,9 @@ import pathlib
 import signal
 
 # An import or a trace makes thousands of objects and drops most of them. Python looks for garbage after 700 new ones,
-# which took a tenth of the time of these tests; after 10,000 no more memory is kept.
-gc.set_threshold(10_000, 10, 10)
+# which took a twelfth of the time of these tests. It looks at all objects after 60,000, by default after 70,000; after
+# 1,000,000 a worker would keep half as much memory again.
+gc.set_threshold(10_000, 3, 2)
 
 # Where & in a script has started pytest, Ctrl-C is ignored, by all that it starts, too; tests send one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
