@@ -243,7 +243,7 @@ def _refuse_backward(found: Fault | None, name: str) -> None:
 
 
 def _is_of_a_column(found: Fault) -> bool:
-    """Returns True if n x n entries, each made of two others, are to blame, as where (n,) and (n, 1) meet."""
+    """Returns True if the blame is on n x n entries, each made of two others, as where (n,) and (n, 1) meet."""
     if found.kind != "pairs" or found.operation not in ELEMENTWISE:
         return False
     shape = found.at[0].outvars[0].aval.shape
