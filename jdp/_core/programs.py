@@ -261,7 +261,7 @@ def dispatch_step(
 ) -> tuple[S, dict[str, Any]]:
     """Dispatches a training step. Later calls wait for its loss, because its state is donated to the next step."""
     exchange = mesh.exchange
-    if donated and mesh.may_deadlock:
+    if donated:
         keep = functools.partial(_free_and_keep, donated, mesh, keep)
     if exchange is None:
         found = run_and_keep(program, args, keep)
@@ -281,12 +281,12 @@ def _free_and_keep(donated: Sequence[Any], mesh: ReplicaMesh, keep: Callable[[An
 
 
 def free_rest(donated: Sequence[Any], mesh: ReplicaMesh) -> None:
-    """Frees donated arrays of which XLA has freed a part alone, because a use of one may end the process.
+    """Frees donated arrays of which XLA has freed only a part. Using such an array may end the process.
 
-    On CPUs numpy shares the memory of one device (`np.asarray(x)`). XLA copies it then, and frees the other devices'
-    parts. JAX looks at the first device alone, and does not count the array as freed.
+    On CPUs `np.asarray(x)` shares the memory of the first device. XLA then copies that part, and frees the parts of the
+    other devices. JAX looks only at the first part, so `x.is_deleted()` is False.
     """
-    if not donated or not mesh.may_deadlock:  # that is on several CPU devices
+    if not donated or not mesh.may_deadlock:  # it happens only on several CPU devices
         return
     with contextlib.suppress(AttributeError, TypeError):  # leaves of several types, as in `are_freed`
         if all(map(type(donated[0]).is_deleted, donated)):  # as a rule; no Python code runs per leaf

@@ -225,13 +225,16 @@ def _refuse_typed(x: Any, mesh: ReplicaMesh) -> None:
 
 
 def _untyped(x: Any, to: NamedSharding) -> Any:
-    """Returns a tracer that has Explicit axes in its type as a value of jdp's mesh; its cotangent has them again."""
+    """Returns a traced array whose type has Explicit axes as a value of jdp's mesh, whose axes are Auto.
+
+    The gradient with respect to the array gets the Explicit axes back, because JAX compares the two types.
+    """
     typed = jax.typeof(x).sharding
     local = jax.shard_map(lambda x: x, mesh=to.mesh, in_specs=to.spec, out_specs=to.spec, check_vma=False)
     back = lambda _, cotangent: jax.sharding.reshard(cotangent, typed)  # noqa: E731
     try:
         return jax.custom_derivatives.linear_call(lambda _, x: local(x), back, (), x)
-    except NotImplementedError:  # under jax.vmap, which takes it as it is
+    except NotImplementedError:  # `linear_call` has no rule for jax.vmap; without a gradient x may keep its type
         return x
 
 
