@@ -52,6 +52,16 @@ def constants(jaxpr: Any) -> Iterator[Any]:
             yield from constants(inner)
 
 
+def filled_with(jaxpr: Any) -> list[Any] | None:
+    """Returns the number that each result is filled with, if all are so, as those of `jnp.zeros`; else None."""
+    fills = [eqn for eqn in opened(jaxpr).eqns if eqn.primitive.name == "broadcast_in_dim"]
+    numbers = {id(eqn.outvars[0]): eqn.invars[0].val for eqn in fills if is_literal(eqn.invars[0])}
+    outs = opened(jaxpr).outvars
+    if any(getattr(v.aval, "weak_type", False) or not (is_literal(v) or id(v) in numbers) for v in outs):
+        return None
+    return [v.val if is_literal(v) else numbers[id(v)] for v in outs]
+
+
 def is_literal(v: Any) -> bool:
     """Returns True if an equation's operand is a literal value, and no variable."""
     return hasattr(v, "val")

@@ -295,7 +295,8 @@ def run_known_step(
         return None
     if of_jax and are_freed(of_jax):
         return None
-    if are_freed(leaves):  # JAX would pass freed arrays on, and may crash
+    # On several devices JAX would pass freed arrays on, and may crash; on one device it raises an error of its own.
+    if program.config.mesh.size > 1 and are_freed(leaves):
         raise was_donated(state)
     donated = leaves if program.options.donate else ()
     try:
@@ -305,6 +306,8 @@ def run_known_step(
             program.known.pop(key, None)
             return None  # the ordinary path raises an error that says what is wrong
         raise_nonfinite(error)
+        if "has been deleted" in str(error) and are_freed(leaves):
+            raise was_donated(state) from error
         raise
 
 
@@ -315,9 +318,9 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
     entry = program.known.get(key)
     if entry is None:
         return None
-    leaves, of_state = flatten(state)
-    run, *trees = entry
-    return (run, leaves, arrays, key) if trees == [of_state, of_batch] else None
+    run, of_state, known_batch = entry
+    # Flattens the state and compares its structure in one pass; raises a ValueError if it is another one.
+    return (run, of_state.flatten_up_to(state), arrays, key) if known_batch == of_batch else None
 
 
 def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scattered, loss: Any) -> None:

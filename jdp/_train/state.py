@@ -22,6 +22,7 @@ from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Scattered
+from .._jax.jaxprs import filled_with
 from .._jax.private import trace_state_clean
 from .._page import Page, in_notebook
 from .state_shardings import AxisRule, cut_shardings
@@ -79,26 +80,45 @@ def first_values(tx: Any) -> Callable[[Tree], tuple[Any, Tree]]:
     return first_values
 
 
-def first_shapes(first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any) -> TrainState:
-    """Returns the shapes of the state before the first step; `first` is what `first_values` returns."""
+def first_shapes(
+    first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any
+) -> tuple[TrainState, Any]:
+    """Returns the shapes of the state before the first step, and the jaxpr of `first`, which `first_values` returns."""
     others = dict(variables)
     params = others.pop("params")
-    count, opt_state = jax.eval_shape(first, params)
-    return shapes_of(TrainState(count, params, opt_state, others, key))
+    jaxpr, (count, opt_state) = jax.make_jaxpr(first, return_shape=True)(params)
+    return shapes_of(TrainState(count, params, opt_state, others, key)), jaxpr
 
 
 def first_state(
-    first: Callable[[Tree], tuple[Any, Tree]], variables: Mapping[str, Tree], key: Any, to: TrainState
+    first: Callable[[Tree], tuple[Any, Tree]],
+    variables: Mapping[str, Tree],
+    key: Any,
+    jaxpr: Any,
+    shapes: TrainState,
+    to: TrainState,
 ) -> TrainState:
     """Returns the state before the first step, with the shardings `to`; variables and key are copied."""
     others, where = dict(variables), (to.params, to.state, to.key)
     given, at = (others.pop("params"), others, key), cast(NamedSharding, to.step)
-    if at.is_fully_addressable and trace_state_clean():
-        params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
-    else:  # device_put copies no array of several processes
+    of_optimizer, to_first = (shapes.step, shapes.opt_state), (to.step, to.opt_state)
+    if not at.is_fully_addressable or not trace_state_clean():  # device_put copies no array of several processes
         params, others, key = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=where)(given)
-    count, opt_state = jax.jit(first, out_shardings=(to.step, to.opt_state))(params)
+        count, opt_state = jax.jit(first, out_shardings=to_first)(params)
+        return TrainState(count, params, opt_state, others, key)
+    params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
+    leaves, treedef = jax.tree.flatten(of_optimizer)
+    numbers = filled_with(jaxpr) if sum(x.size * x.dtype.itemsize for x in leaves) <= MOST_SENT else None
+    if numbers is None:
+        count, opt_state = jax.jit(first, out_shardings=to_first)(params)
+    else:
+        values = [np.full(x.shape, number, x.dtype) for x, number in zip(leaves, numbers, strict=True)]
+        count, opt_state = jax.device_put(treedef.unflatten(values), to_first, may_alias=False)
     return TrainState(count, params, opt_state, others, key)
+
+
+MOST_SENT = 2**24
+"""The most bytes of an optimizer's zeros that are sent to the devices; filling more by a program is worth compiling."""
 
 
 def checked_key(key: Any) -> Any:

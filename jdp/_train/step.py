@@ -215,11 +215,11 @@ class TrainStep(Step[TrainState]):
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
         self._program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
-        shapes = first_shapes(self._first, variables, key)
+        shapes, jaxpr = first_shapes(self._first, variables, key)
         check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.forget()  # ZeRO cuts other shapes along other axes
-        state = first_state(self._first, variables, key, self._program.shardings(shapes))
+        state = first_state(self._first, variables, key, jaxpr, shapes, self._program.shardings(shapes))
         if mesh.exchange is not None and not traced:  # each process has made its own by its optimizer
             check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes

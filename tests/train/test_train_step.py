@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import flax
 import flax.linen as nn
@@ -1337,6 +1338,51 @@ def test_init_compiles_once_for_each_shapes(compilations):
     assert compilations() > 0
     assert jax.tree.map(np.shape, doubled.opt_state[0].trace) == jax.tree.map(np.shape, doubled.params)
     still_right(step, step.init({"params": single(PARAMS)}))
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "a 16-bit moment": optax.adam(1e-3, mu_dtype=jnp.bfloat16),
+    "copies": optax.contrib.schedule_free_adamw(1e-3),
+    "factors": optax.adafactor(1e-3, min_dim_size_to_factor=2),
+    "a number of Python's": optax.GradientTransformation(
+        lambda params: (jnp.asarray(0.5), jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)),
+        lambda grads, state, params=None: (grads, state),
+    ),
+    "nothing": optax.sgd(0.1),
+    "random": optax.add_noise(0.1, 0.9, 3),
+}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizers_state_before_the_first_step(monkeypatch, name, n, shard):
+    """It is `tx.init(params)`, if it is sent to the devices as if it is filled there, and on the same devices."""
+    tx, params = OPTIMIZERS[name], jax.tree.map(lambda x: x.astype(np.float32), single(PARAMS))
+    step = wrapper(n).train_step(scalar, tx, shard_optimizer=shard)
+    sent = step.init({"params": params})
+    monkeypatch.setattr(sys.modules["jdp._train.state"], "MOST_SENT", -1)
+    filled = wrapper(n).train_step(scalar, tx, shard_optimizer=shard).init({"params": params})
+    expected = tx.init(jax.tree.map(jnp.asarray, params))
+
+    def same_bits(a, b):
+        np.testing.assert_array_equal(*(jax.random.key_data(x) if is_key(x) else x for x in (a, b)))
+
+    for found in sent, filled:
+        assert jax.tree.structure(found.opt_state) == jax.tree.structure(expected)
+        jax.tree.map(same_bits, found.opt_state, expected)
+    types = [[(x.aval, x.sharding) for x in jax.tree.leaves((s.step, s.opt_state))] for s in (sent, filled)]
+    assert types[0] == types[1] and not int(sent.step)
+    after = [step_of(n, tx=tx, shard_optimizer=shard)(state, batch(8))[0] for state in (sent, filled)]
+    jax.tree.map(same_bits, *after)
+
+
+def test_zeros_are_sent_without_a_program(compilations):
+    step = wrapper(1).train_step(scalar, optax.adam(1e-3))
+    compilations()
+    step.init({"params": single(PARAMS)})
+    assert compilations() == 0
 
 
 @pytest.mark.parametrize("state", [{"params": PARAMS}, PARAMS, None, (PARAMS, None), "flax"])
