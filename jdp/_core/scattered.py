@@ -177,7 +177,7 @@ def placed(s: Scattered) -> Scattered:
         value = concrete(x) if isinstance(x, Tracer) else x
         if value is None:
             _refuse_typed(x, mesh)
-            arrays[i] = _untyped(x, to) if _axes_of_type(jax.typeof(x).sharding) else x
+            arrays[i] = untyped(x, to) if _axes_of_type(jax.typeof(x).sharding) else x
             continue
         if (found := getattr(value, "sharding", None)) == to:
             continue
@@ -224,7 +224,7 @@ def _refuse_typed(x: Any, mesh: ReplicaMesh) -> None:
         )
 
 
-def _untyped(x: Any, to: NamedSharding) -> Any:
+def untyped(x: Any, to: NamedSharding) -> Any:
     """Returns a traced array whose type has Explicit axes as a value of jdp's mesh, whose axes are Auto.
 
     The gradient with respect to the array gets the Explicit axes back, because JAX compares the two types.

@@ -128,7 +128,18 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
 
 
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
-    """Returns the fault of a product or a quotient with rows, if all that follows is linear; None if there is none."""
+    """Returns the possible fault of a product or a quotient with rows: one if all that follows is linear.
+
+    `v.mean()` stands for one number of all rows, `v.mean(0)` for one number for each feature:
+
+        rows * rows                   a fault if one side has met a number of all rows: see `_met_by`
+        rows / v.std()                a fault of one number, which lasts: a loss normalizes its rows by it
+        rows / v.mean()               the same, but it lasts only if the rows were centred before
+        rows / v.std(0)               none, as in a BatchNorm; so is a product with an `inverse`, as `rsqrt(v.var(0))`
+        scaled rows * w(v.mean(0))    none: what follows in a BatchNorm is its scale
+        centred rows @ v.mean(0)      none: rows are whitened
+        rows * v.mean(), v.mean(0)    "nonlinear": in `(rows * m).mean()` each replica has another factor m
+    """
     is_div, fault = name == "div", Fault("nonlinear", at)
     if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
         is_itself = at[0].invars[0] is at[0].invars[1]

@@ -272,16 +272,14 @@ class Reader:
         """Returns the degree of a nonlinear equation's result; without a rule, 0 if no operand grows with `b`."""
         degrees = {v.degree for v in values}
         if name in primitives.BOUNDED:
-            # If one side grows with the number of rows (a place, a sum) and the other does not, so does the answer.
-            # Rows may be compared with a number of them, as an expert's rows with its capacity.
+            if name not in primitives.COMPARES or not self.rows.axes(out):
+                return 0
+            # If one side grows with b and the other does not, as in `arange(b) < 10`, the share of True depends on b.
+            # Constants do not count beside rows (an expert's rows, and its capacity), nor a 0, but beside positions.
             of_rows = any(v.kind == Kind.ROWS for v in values)
-            of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)  # arange(b) == 0
+            of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)
             sides = [v for v in values if (v.number != 0 or of_places) and not (of_rows and v.kind == Kind.CONST)]
-            return (
-                0
-                if name not in primitives.COMPARES or not self.rows.axes(out) or len({v.degree for v in sides}) < 2
-                else None
-            )
+            return 0 if len({v.degree for v in sides}) < 2 else None
         if name in primitives.KEEP_DEGREE:
             return sum_degree(values, 1)
         if name in primitives.POWERS and None not in degrees:

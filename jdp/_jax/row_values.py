@@ -210,8 +210,11 @@ class OtherTrace:
         return RowValue(Kind.CONST, power, one)
 
     def is_linear(self, one: float, two: float) -> bool:
-        """Returns True if a number, or its inverse, is a multiple of the number of rows, plus a constant."""
-        step = self.primes[0] - self.primes[1]  # divides the difference in rows by 2 at least, for b * (b - 1) / 2
+        """Returns True if a number, or its inverse, may be `k * b + c` with whole k and c, or `b * (b - 1) / 2`.
+
+        In the two traces these differ by a multiple of what the primes differ by.
+        """
+        step = self.primes[0] - self.primes[1]
         for a, b in ((one, two), (1 / one, 1 / two)):
             if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
                 return True

@@ -27,7 +27,7 @@ from jax.core import Tracer
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
-from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded
+from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded, untyped
 from .._jax.jaxprs import replayed
 from .._jax.rewrites import with_pairs_cut
 from .._model.sync_batch_norm import apart, by_rows
@@ -273,8 +273,7 @@ def _typed(inputs: Scattered) -> Scattered:
     def typed(x: Any, leaf: Leaf) -> Any:
         if not isinstance(x, Tracer) or not jax.typeof(x).sharding.mesh.explicit_axes:
             return x
-        at = inputs._layout.mesh.along(leaf.axis if isinstance(leaf, Cut) else None)
-        return jax.shard_map(lambda x: x, mesh=at.mesh, in_specs=at.spec, out_specs=at.spec, check_vma=False)(x)
+        return untyped(x, inputs._layout.mesh.along(leaf.axis if isinstance(leaf, Cut) else None))
 
     pairs = zip(inputs._arrays, inputs._layout.arrays, strict=True)
     return Scattered([typed(x, leaf) for x, leaf in pairs], inputs._layout)
