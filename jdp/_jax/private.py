@@ -13,7 +13,7 @@ If a new version drops a name, a feature is lost or becomes slower, and the func
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
-11. `_wrapped_callback` of `jax._src.callback`, which calls back into Python: `callbacks`
+11. `_wrapped_callback`, and `xla_bridge.backends`, in the frames of threads: `callbacks`, `starts_backends`
 """
 
 from __future__ import annotations
@@ -262,15 +262,27 @@ def callbacks() -> list[types.FrameType]:
 
     Tried: nothing public says that a device waits for Python; the output of the program is merely not ready.
     """
+    return _running("jax._src.callback", "_wrapped_callback")
+
+
+def _running(module: str, name: str) -> list[types.FrameType]:
+    """Returns the frames in which a function of this module and name runs now, one per thread at most."""
     found = []
     for top in list(sys._current_frames().values()):
         frame: types.FrameType | None = top
-        while frame is not None and not _calls_back(frame):
+        while frame is not None and not (frame.f_code.co_name == name and frame.f_globals.get("__name__") == module):
             frame = frame.f_back
         if frame is not None:
             found.append(frame)
     return found
 
 
-def _calls_back(frame: types.FrameType) -> bool:
-    return frame.f_code.co_name == "_wrapped_callback" and frame.f_globals.get("__name__") == "jax._src.callback"
+def starts_backends() -> bool:
+    """Returns True if a thread starts JAX's backends now, which takes until all processes do so.
+
+    Without the name it is False. Then a process that waits for the devices of another, which has ended, is told so
+    after `shutdown_timeout` only.
+
+    Tried: nothing public tells; `jax.devices()` starts them itself.
+    """
+    return bool(_running("jax._src.xla_bridge", "backends"))

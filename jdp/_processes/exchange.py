@@ -157,6 +157,7 @@ class Call:
                 silent = [p for p in watch.silent(absent) if p not in gone]  # nor will these finish compiling
                 if is_over() or silent and watch.is_enough(time.monotonic() - self._began, silent):
                     self._give_up(absent, gone)
+        watch.meet(self.exchange.processes)
 
     def _give_up(self, absent: list[int], gone: set[int]) -> None:
         """Raises unless the absent processes are busy, or all have come and are well."""

@@ -76,6 +76,8 @@ def install() -> None:
     _note_exits()
     if threading.current_thread() is not threading.main_thread():
         _end_with(threading.current_thread(), hook)
+    with contextlib.suppress(Exception):
+        watch.look()  # writes where this process is, so that the others know it from the first call on
     leaving = threading.Event()
     listener = threading.Thread(target=listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()

@@ -135,8 +135,6 @@ def _pause() -> float:
 
 def listen(leaving: threading.Event) -> None:
     """Looks for a failure of another process, and ends this one as well; also if it waits too long for the others."""
-    with contextlib.suppress(Exception):
-        watch.look()  # the others know at once where this process is: it may die before it looks again
     while not leaving.wait(_pause()):
         if client() is None:
             return  # jax.distributed.shutdown, which the program has called

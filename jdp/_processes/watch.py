@@ -3,6 +3,8 @@
 The states of a process. The main thread changes them. Two other threads (`last_words.py`) look, and end the process
 if it waits in vain.
 
+* In its start. JAX's backend waits until all processes have asked for their devices, which the frames of Python's
+  threads show. If another has ended without asking, it is named after `limits.step`.
 * At its own work (`moved` was called last). It does not wait, and blames no other process. Processes that have waited
   for `limits.step` blame it if it has not moved for as long: "did not come to it".
 * In a call (`waiting`). The main thread looks itself, and raises. `is_cut_off` ends it if process 0 is silent.
@@ -50,7 +52,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._jax.private import callbacks
+from .._jax.private import callbacks, starts_backends
 from .coordination import ended, own_process, process_count, put, say, under
 from .places import DEAD, NOWHERE, Place, machine, named, state_of
 
@@ -107,6 +109,7 @@ class Watch:
         self._positions: dict[str, int] = {}
         self._calls: dict[str, str] = {}
         self._doing, self._since = "its start", time.monotonic()
+        self._starts_since: float | None = None  # since when JAX's backend has been starting
         self._compiles_since: float | None = None
         self._pending: Pending | None = None  # what is watched: one at a time, and when it has ended, the newest
         self._newest: Pending | None = None
@@ -227,6 +230,7 @@ class Watch:
             return None
         pending, waits = self._still_running(), self._waits
         self._see_callbacks(pending)
+        self._starts_since = (self._starts_since or now) if starts_backends() else None
         if now >= self._told + _BEAT:
             self._tell()
         self._rounds += 1
@@ -236,7 +240,9 @@ class Watch:
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         # This comes before `_learn`: a process writes its last position and then its end, so both are known here.
-        asks = waited > _BEAT or self._leaves is not None or self.silent([*self._places], _SILENCE)
+        asks = (
+            waited > _BEAT or (self._leaves or self._starts_since) is not None or self.silent([*self._places], _SILENCE)
+        )
         left = ended() if asks else set()
         self._learn()
         if dead := self._dead():
@@ -248,6 +254,10 @@ class Watch:
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if self._leaves is not None:
             return self._why_in_vain_at_its_end(now - self._leaves, left)
+        if left and self._starts_since and now - self._starts_since > limits.step:
+            begun = f"process {own_process()} has waited {now - self._starts_since:.0f} s"
+            which = f"{_have_ended(sorted(left))} without asking for them"
+            return f"jdp.distributed: {begun} for the devices of all processes, and {which}{_SAME}"
         why = self._why_in_vain(pending, left) if pending else None
         if pending is None or why is None:
             return None
@@ -259,7 +269,7 @@ class Watch:
     def _begin_again(self, now: float) -> None:
         """Takes the others for heard of now, and the running programs for new, after a pause of this process."""
         self._places = {p: (place, now) for p, (place, _) in self._places.items()}
-        self._since, self._leaves = now, self._leaves and now
+        self._since, self._leaves, self._starts_since = now, self._leaves and now, self._starts_since and now
         self._pending = self._pending and self._pending._replace(since=now)
         self._newest = self._newest and self._newest._replace(since=now)
         self._dispatch = self._dispatch and self._dispatch._replace(since=now)
@@ -269,7 +279,7 @@ class Watch:
         waited = time.monotonic() - pending.since
         gone = [p for p in pending.processes if p in left and self._position(p, pending) < pending.position]
         if gone:
-            return f"{named(gone)} {'have ended their programs' if len(gone) > 1 else 'has ended its program'}{_SAME}"
+            return f"{_have_ended(gone)}{_SAME}"
         silent = [p for p in self.silent(pending.processes) if p not in left]
         if not self.is_enough(waited, silent):
             return None
@@ -382,6 +392,11 @@ class Watch:
             place = Place(self._beat, machine(), os.getpid(), *at)
             put(f"{_FOLDER}{own_process()}", json.dumps(place))
 
+    def meet(self, processes: Sequence[int]) -> None:
+        """Learns where these processes are, which are in one call with this one, if it has not learnt it before."""
+        if process_count() <= _FEW and not self._places.keys() >= {*processes}:
+            self._learn()
+
     def _learn(self) -> None:
         found = under(_FOLDER)
         self._learnt = time.monotonic()
@@ -433,6 +448,10 @@ class Watch:
             return ""
         place, since = self._places[process]
         return f" (its last call: {place.doing}, {place.idle + time.monotonic() - since:.0f} s ago)"
+
+
+def _have_ended(processes: list[int]) -> str:
+    return f"{named(processes)} {'have ended their programs' if len(processes) > 1 else 'has ended its program'}"
 
 
 watch = Watch()

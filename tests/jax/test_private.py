@@ -5,6 +5,7 @@ A test `test_canary_...` that fails says that this version of JAX or Flax has ch
 
 import importlib
 import inspect
+import subprocess
 import sys
 import threading
 import types
@@ -472,6 +473,29 @@ def test_canary_callbacks():
     jax.effects_barrier()
     assert seen and min(seen) >= 1, lost(name, "a host callback that blocks is not named")
     assert len(seen) == 3 and not private.callbacks()
+
+
+def test_canary_starts_backends():
+    """A process that has begun to start its backends, and one that has them."""
+    code = (
+        "import sys, threading, jax\n"
+        "from jdp._jax import private\n"
+        "began, looked = threading.Event(), threading.Event()\n"
+        "def slow(*args):\n"
+        "    began.set(), looked.wait(60)\n"
+        "    return make(*args)\n"
+        "import jax._src.xla_bridge as bridge\n"
+        "make, bridge._init_backend = bridge._init_backend, slow\n"
+        "before = private.starts_backends()\n"
+        "thread = threading.Thread(target=jax.devices)\n"
+        "thread.start(), began.wait(60)\n"
+        "during = private.starts_backends()\n"
+        "looked.set(), thread.join()\n"
+        "print(before, during, private.starts_backends())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    lost_is = lost("jax._src.xla_bridge's backends", "a process that ends before its first call is not named in time")
+    assert run.stdout.split() == ["False", "True", "False"], lost_is + run.stderr
 
 
 def test_without_compilation_cache(kept, without):

@@ -389,6 +389,14 @@ def case_exits_with_0():
         float(metrics["loss"])
 
 
+def case_exits_before_the_first_call():
+    """One has nothing to do, as it thinks, and never asks for its devices."""
+    if culprit():
+        note("fault")
+        sys.exit(0)
+    train()
+
+
 def case_late():
     """One process is late, by less than the time-out; then it takes longer than that to compile."""
 

@@ -622,6 +622,17 @@ def test_one_leaves_its_loop_with_code_0(start, row, rank):
     row(f"sys.exit(0) on rank {rank} of 2 in a loop of prefetch", job, seconds)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_ends_before_its_first_call(start, row, rank):
+    """The other waits for the devices of both inside of JAX, which would do so for minutes."""
+    job = start("exits_before_the_first_call", rank, options=ONE)
+    seconds = job.ended(STUCK)
+    assert job.code() == WAITED, str(job)
+    words = f"for the devices of all processes, and process {rank} has ended its program without asking for them"
+    assert words in job.report(), str(job)
+    row(f"sys.exit(0) on rank {rank} of 2 before its first call", job, seconds)
+
+
 def test_late_is_no_fault(start, row):
     """A process that is 15 s late, and then compiles for longer than the time-out."""
     job = start("late")

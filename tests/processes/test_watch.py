@@ -38,6 +38,7 @@ class Job:
         self.now, self.here, self.keys, self.machines = 1000.0, 0, {}, {}
         self.state = "S"
         self.stopped, self.deaf, self.dead, self.left = set(), set(), set(), set()
+        self.asking = set()  # those that wait for the devices of all
         self.called_back = {}  # the frames of the callbacks that run in a process
         monkeypatch.setattr(module, "limits", limits)
         monkeypatch.setattr(module, "machine", lambda: self.machines.get(self.here, "a"))
@@ -48,6 +49,7 @@ class Job:
             "process_count": lambda: len(ALL),
             "put": self.keys.__setitem__,
             "ended": lambda: self.left,
+            "starts_backends": lambda: self.here in self.asking,
             "callbacks": lambda: self.called_back.get(self.here, []),
             "state_of": lambda pid: "Z" if pid in self.dead else self.state,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
@@ -107,6 +109,33 @@ def test_what_has_ended_is_not_waited_for(job):
     for output in second:
         output.ready = True
     assert "processes 1, 2 did not come to it" in job.go_on(30)[0]
+
+
+def test_who_has_ended_without_devices_is_named_by_those_that_wait_for_them(job):
+    """After the time-out, because what starts may be slow."""
+    job.asking = {0, 1}
+    assert not job.go_on(60)
+    job.asking = {1}
+    assert not job.go_on(1)
+    job.asking, job.left = {0, 1}, {2}
+    found = job.go_on(19)
+    assert list(found) == [1]
+    assert "jdp.distributed: process 1 has waited 6" in found[1]
+    assert "and process 2 has ended its program without asking for them; all processes make the same" in found[1]
+    assert {*job.go_on(3)} == {0, 1}
+
+
+def test_who_is_met_in_a_call_is_known(job):
+    """One that is stopped right after its first call is known by its machine's process number."""
+    for job.here in ALL:
+        job.watches[job.here]._tell()
+    job.here = 1
+    assert not job.watches[1]._places
+    job.watches[1].meet(ALL)
+    assert job.watches[1]._places.keys() == {*ALL}
+    learnt, job.now = job.watches[1]._learnt, job.now + 5
+    job.watches[1].meet((0, 1))
+    assert job.watches[1]._learnt == learnt
 
 
 def test_who_does_not_come_is_named_after_the_timeout(job):
