@@ -266,7 +266,7 @@ def callbacks() -> list[types.FrameType]:
 
 
 def _running(module: str, name: str) -> list[types.FrameType]:
-    """Returns the frames in which a function of this module and name runs now, one per thread at most."""
+    """Returns the frames of a function, given by its module and name, that runs now; one per thread at most."""
     found = []
     for top in list(sys._current_frames().values()):
         frame: types.FrameType | None = top

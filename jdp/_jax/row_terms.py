@@ -275,7 +275,8 @@ class Reader:
             if name not in primitives.COMPARES or not self.rows.axes(out):
                 return 0
             # If one side grows with b and the other does not, as in `arange(b) < 10`, the share of True depends on b.
-            # Constants do not count beside rows (an expert's rows, and its capacity), nor a 0, but beside positions.
+            # A constant does not count if the other side has rows (an expert's rows, and its capacity); a 0 counts
+            # only if the other side has positions.
             of_rows = any(v.kind == Kind.ROWS for v in values)
             of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)
             sides = [v for v in values if (v.number != 0 or of_places) and not (of_rows and v.kind == Kind.CONST)]

@@ -254,13 +254,9 @@ class Watch:
         self._warn(f"{named(quiet)} {self.why_silent(quiet)}" if quiet else "", quiet)
         if self._leaves is not None:
             return self._why_in_vain_at_its_end(now - self._leaves, left)
-        if left and self._starts_since and now - self._starts_since > limits.step:
-            begun = f"process {own_process()} has waited {now - self._starts_since:.0f} s"
-            which = f"{_have_ended(sorted(left))} without asking for them"
-            return f"jdp.distributed: {begun} for the devices of all processes, and {which}{_SAME}"
         why = self._why_in_vain(pending, left) if pending else None
         if pending is None or why is None:
-            return None
+            return self._why_in_vain_in_its_start(now, left)
         return (
             f"jdp.{pending.what}: process {own_process()} has waited {time.monotonic() - pending.since:.0f} s for it, "
             f"and {why}"
@@ -301,6 +297,14 @@ class Watch:
         if waited > limits.compile + _SILENCE:  # a process that compiles for too long is late by then
             return f"all processes have come to it: the devices, or the network between them, stand still{_SAME}"
         return None
+
+    def _why_in_vain_in_its_start(self, now: float, left: set[int]) -> str | None:
+        """Returns in words why this process should not wait for the devices of all; None if it should, or has them."""
+        if not left or self._starts_since is None or now - self._starts_since <= limits.step:
+            return None
+        begun = f"jdp.distributed: process {own_process()} has waited {now - self._starts_since:.0f} s"
+        which = f"{_have_ended(sorted(left))} without asking for them"
+        return f"{begun} for the devices of all processes, and {which}{_SAME}"
 
     def _why_in_vain_at_its_end(self, waited: float, left: set[int]) -> str | None:
         """Returns in words why this process, whose program has ended, should not wait for the others' ends."""
