@@ -105,9 +105,12 @@ def _refuse_mixed(position: int, argument: Tree, verb: str) -> None:
 def _refuse_shared(nodes: list[Any], wanted: Sequence[Wanted], verb: str) -> None:
     """Raises a `ValueError` for a variable in two arguments, if one of them is differentiated."""
     for position, mine, wrt in wanted:
+        others = [node for i, node in enumerate(nodes) if i not in mine]
+        if not others:  # as a rule; to go through the variables takes longer than to split the model
+            continue
         own = {id(v) for i in mine for _, v in nnx.iter_graph(nodes[i]) if isinstance(v, nnx.Variable)}
-        for i, node in enumerate(nodes):
-            for path, v in nnx.iter_graph(node) if i not in mine else ():
+        for node in others:
+            for path, v in nnx.iter_graph(node):
                 if id(v) in own and nnx.filterlib.to_predicate(wrt)(path, v):
                     raise ValueError(
                         f"jdp.{verb}: {'.'.join(map(str, path))} is in args[{position}] and in another argument; a "
