@@ -9,7 +9,9 @@ that begin with a numpy batch among them, and meet each other's code in the proc
     direct, apply  jit(shard_map(model)) on placed parameters and a batch that is cut already
     direct, step   the very program that jdp compiled for the step, on the state and the cut batch: a hand-written one
                    would differ in what it computes, too
-    jdp            dp.apply(params, batch) and step(state, batch), with a batch from dp.prefetch
+    direct, nnx    nnx.jit of nnx.value_and_grad and optimizer.update, on a model and an optimizer that are replicated
+    jdp            dp.apply(params, batch), step(state, batch), and step(batch) of an NNX model; the batch is from
+                   dp.prefetch
     thread         the time that the calling thread itself computes, until the last call returns: the host's share
     from numpy     the ratio where both begin with a numpy batch, which the compiled functions' in_shardings cut
 """
@@ -57,6 +59,22 @@ class Task:
     def loss_fn(self, variables: Any, x: Any) -> Any:
         return ((self.model(variables, x) - 1) ** 2).mean()
 
+    def of_nnx(self) -> Any:
+        """The same model, as an NNX module."""
+        from flax import nnx
+
+        class Leaves(nnx.Module):
+            def __init__(self, weights: Any) -> None:
+                self.weights = nnx.List(map(nnx.Param, weights))
+
+            def __call__(self, x: Any) -> Any:
+                return x * sum(weight[...] for weight in self.weights)
+
+        return Leaves(self.variables["params"].values())
+
+    def loss_of_nnx(self, model: Any, x: Any) -> Any:
+        return ((model(x) - 1) ** 2).mean()
+
     def stepped(self, step: Callable[[Any], Any]) -> Callable[[], Any]:
         """Calls with a state of their own, which goes round."""
         state = self.step.init(self.variables)
@@ -71,7 +89,13 @@ class Task:
 
 def by_jdp(task: Task) -> dict[str, Callable[[], Any]]:
     """One call of each."""
+    import optax
+
+    import jdp
+
+    of_nnx = jdp.DataParallel(task.of_nnx()).train_step(task.loss_of_nnx, optax.sgd(1e-6))
     return {
+        "nnx": lambda: of_nnx(task.scattered)["loss"],
         "apply": lambda: task.dp.apply(task.variables, task.scattered),
         "apply numpy": lambda: task.dp.apply(task.variables, task.batch),
         "step": task.stepped(lambda state: task.step(state, task.scattered)),
@@ -81,14 +105,28 @@ def by_jdp(task: Task) -> dict[str, Callable[[], Any]]:
 
 def direct(task: Task) -> dict[str, Callable[[], Any]]:
     import jax
+    import optax
+    from flax import nnx
     from jax.sharding import PartitionSpec
 
     specs = (PartitionSpec(), PartitionSpec("data"))
     mapped = jax.shard_map(task.model, mesh=task.mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=False)
     by_hand = jax.jit(mapped, in_shardings=(task.whole, task.cut))
     placed = jax.device_put(task.batch, task.cut)
-    program = task.step._program.of(task.step.init(task.variables), task.scattered._layout)
+    program = task.step._program.jitted(task.step.init(task.variables), task.scattered._layout)
+    model = task.of_nnx()
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-6), wrt=nnx.Param)
+    for part in model, optimizer:
+        nnx.update(part, jax.device_put(nnx.state(part), task.whole))
+
+    @nnx.jit
+    def step_of_nnx(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(task.loss_of_nnx)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
     return {
+        "nnx direct": lambda: step_of_nnx(model, optimizer, placed),
         "apply direct": lambda: by_hand(task.variables, placed),
         "apply numpy direct": lambda: by_hand(task.variables, task.batch),
         "step direct": task.stepped(lambda state: program(state, (placed,))[:2]),
@@ -106,7 +144,7 @@ def measure(leaves: int, args: argparse.Namespace) -> dict[str, Any]:
     found = {name: jax.device_get(call()) for name, call in calls.items()}
     for name, value in found.items():
         np.testing.assert_allclose(value, found[f"{name.split()[0]} direct"], rtol=1e-5, err_msg=name)
-    kinds = ("apply", "apply numpy", "step", "step numpy")
+    kinds = ("apply", "apply numpy", "step", "step numpy", "nnx")
     races = [list(calls)] if args.mixed else [[kind, f"{kind} direct"] for kind in kinds]
     medians, rounds = {}, 0
     for names in races:
@@ -155,11 +193,13 @@ COLUMNS = (
 
 def cells(devices: int, row: dict[str, Any]) -> list[list[str]]:
     lines = []
-    for call in ("apply", "step"):
+    for call in ("apply", "step", "nnx"):
         (jdp, thread), (direct, alone) = row["medians"][call], row["medians"][f"{call} direct"]
-        from_numpy = row["medians"][f"{call} numpy"][0] / row["medians"][f"{call} numpy direct"][0]
+        from_numpy = "-"
+        if f"{call} numpy" in row["medians"]:
+            from_numpy = f"{row['medians'][f'{call} numpy'][0] / row['medians'][f'{call} numpy direct'][0]:.3f}"
         line = [call, f"{row['leaves']} x {devices}", f"{direct:.0f} us", f"{jdp:.0f} us", f"{jdp / direct:.3f}"]
-        line += [f"{alone:.0f} us", f"{thread:.0f} us", f"{thread / alone:.3f}", f"{from_numpy:.3f}"]
+        line += [f"{alone:.0f} us", f"{thread:.0f} us", f"{thread / alone:.3f}", from_numpy]
         lines.append([*line, str(row["rounds"])])
     return lines
 

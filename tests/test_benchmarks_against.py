@@ -78,6 +78,14 @@ def test_only_an_interval_above_the_bound_is_too_slow(against):
     assert not against.cells([rounds(0.9), rounds(1.0, 1)], 1.02)[1]
 
 
+@pytest.mark.full
+def test_all_contenders_of_host_cost_compute_the_same():
+    """The script itself compares what they return, before it times them."""
+    command = [sys.executable, str(BENCHMARKS / "host_cost.py"), "--devices", "2", "--leaves", "3", "--seconds", "0.1"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"PYTHONPATH": ""})
+    assert [line.split(" | ")[0] for line in found.stdout.splitlines()] == ["apply", "step", "nnx"], found.stderr
+
+
 def test_the_interval_has_the_median_in_it_and_the_luck_of_the_starts(against):
     noise = [1 + 0.1 * np.random.default_rng(seed).normal(size=50) for seed in range(5)]
     low, high = against.interval(noise)
