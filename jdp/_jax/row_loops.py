@@ -99,7 +99,7 @@ def _at_end(
             pass  # nothing is added: it is what it was at the start
         elif factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
             kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
-            value = RowValue(kind, part.degree + 1, fault=part.lasting, at=reader.at())
+            value = RowValue(kind, part.degree + 1, fault=part.if_added_up, at=reader.at())
         elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
             value = RowValue(Kind.SUMMED, fault=part.lasting or Fault("pairs", reader.at(), True))
         elif factor is not None and factor != 1:

@@ -7,8 +7,9 @@ of a sum over the rows, so that the whole is a product of two sums.
 If something that follows is not linear, it depends on the number. Numbers for each feature belong to a layer of a
 model, and are accepted. One number of all rows belongs to a loss, and is refused: that of a relativistic GAN,
 `softplus(v - u.mean())`, or of a policy gradient whose advantages are normalized by one number and multiplied by other
-rows. It is accepted again if a layer (a product with parameters) follows, or if the code is in the call of a module,
-which `Reader.read` finds out.
+rows. So do numbers, also those for each feature, that rows are compared with or cut off by, that choose between rows,
+or that are looked up for each row by its class. All this is accepted again if a layer (a product with parameters)
+follows, or if the code is in the call of a module.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
+from .callers import is_made_in_module
 from .jaxprs import parameter
 from .row_values import Fault, Kind, RowCount, RowValue
 
@@ -33,8 +35,11 @@ def added_to_rows(value: RowValue) -> RowValue:
 
 def is_largest(value: RowValue) -> bool:
     """Returns True for the largest or the least of all rows."""
-    at = value.fault.at if value.fault is not None else ()
-    return bool(at) and at[0].primitive.name in ("reduce_max", "reduce_min")
+    return value.fault is not None and _is_of_largest(value.fault)
+
+
+def _is_of_largest(fault: Fault) -> bool:
+    return bool(fault.at) and fault.at[0].primitive.name in ("reduce_max", "reduce_min")
 
 
 def is_average(value: RowValue) -> bool:
@@ -80,15 +85,34 @@ def is_picked(value: RowValue) -> bool:
     return bool(at) and at[0].primitive.name in primitives.PICKS
 
 
-def in_place_of_rows(cases: Sequence[RowValue], made: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns a choice that is made for each row: in `where(m, v, v.mean())` the mask says how often the mean counts.
+def chosen_for_rows(which: RowValue, cases: Sequence[RowValue], made: RowValue, at: tuple[Any, ...]) -> RowValue:
+    """Returns a choice among cases, `made`, with the possible fault of rows that are chosen.
 
-    One picked row among the cases is no fault, because it may only fill positions that a mask leaves out.
+    In `where(m, v, v.mean())` the mask says how often the mean counts. In `where(m.any(), v, 0)` a number of all rows
+    chooses. One picked row among the cases is no fault, because it may only fill positions that a mask leaves out.
     """
+    if made.kind != Kind.ROWS:
+        return made
+    if which.kind == Kind.SUMMED and not is_picked(which):
+        return made._replace(if_no_layer=made.if_no_layer or _of_a_loss(at))
     met = next((v for v in cases if v.kind == Kind.SUMMED and not is_picked(v)), None)
-    if met is None or made.kind != Kind.ROWS:
+    if met is None or which.kind != Kind.ROWS:
         return made
     return made._replace(if_linear=made.if_linear or met.fault or Fault("nonlinear", at))
+
+
+def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
+    """Returns `made`, which has a number of all rows for each row, taken from `value`, such as a count of its class.
+
+    Vectors from a matrix are taken for a layer's, as those of an embedding after a step of an inner gradient.
+    """
+    found = made._replace(if_linear=value.fault or Fault("nonlinear", at))
+    return found._replace(if_no_layer=_of_a_loss(at)) if at[0].invars[0].aval.ndim == 1 else found
+
+
+def _of_a_loss(at: tuple[Any, ...]) -> Fault | None:
+    """Returns the possible fault of rows that a number of all rows changes, if no layer follows; None in a module."""
+    return None if is_made_in_module(at[::-1]) else Fault("number", at)
 
 
 def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None]:
@@ -110,21 +134,29 @@ def _behind_a_layer(value: RowValue) -> RowValue:
 
 
 def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
-    """Returns the possible fault of rows combined with one number of all rows, and passed through a nonlinear function.
+    """Returns the possible fault of rows combined with numbers of all rows, and passed through a nonlinear function.
 
-    If no layer follows, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`. A square of
-    rows that are only centred counts as part of a variance.
+    If no layer follows, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`, `v > v.max()`,
+    `minimum(v, v.mean() + v.std())`. A square of rows that are only centred counts as part of a variance. Rows that are
+    scaled by one number may be rounded, and `exp(v - v.max())` may be part of a softmax over the features.
     """
-    name = eqn.primitive.name
+    name, is_exp = eqn.primitive.name, eqn.primitive.name in ("exp", "exp2")
     if name in primitives.LAYERS:
         return None
     kept = next((v.if_no_layer for v in values if v.if_no_layer is not None), None)
-    if kept is not None or linear or name not in primitives.ELEMENTWISE or name in primitives.BOUNDED:
+    if kept is not None or linear:
         return kept
-    if {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED} and any(v.is_number and is_average(v) for v in values):
+    meets = {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
+    if meets and name in primitives.COMPARES | primitives.KEEP_DEGREE:
+        return _of_a_loss(at)
+    if name not in primitives.ELEMENTWISE or name in primitives.BOUNDED or name in primitives.ROUNDS:
+        return None
+    if meets and any(v.is_number for v in values):
         return Fault("number", at)
     faults = [v.if_multiplied if v.scaled or name not in primitives.POWERS else None for v in values]
-    return next((fault._replace(lasts=False) for fault in faults if fault is not None and fault.lasts), None)
+    faults += [v.if_linear for v in values if v.if_linear is not None and not (is_exp and _is_of_largest(v.if_linear))]
+    found = next((fault for fault in faults if fault is not None and fault.lasts), None)
+    return found and Fault("number", found.at)
 
 
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:

@@ -65,6 +65,8 @@ KEEP_DEGREE = _names_in(
 )
 # Compares two operands.
 COMPARES = _names_in("eq ne lt le gt ge")
+# Makes whole numbers.
+ROUNDS = _names_in("round floor ceil")
 # Random numbers.
 DRAWS = _names_in("random_bits random_split random_gamma rng_bit_generator rng_uniform threefry2x32")
 # The square, and other whole powers.

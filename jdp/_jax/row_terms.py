@@ -226,7 +226,7 @@ class Reader:
         degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
         made = self.made(eqn, values, degree, out, linear, summed)
         if first.kind == Kind.SUMMED and made.kind == Kind.ROWS:  # each row has a number of all rows
-            return made._replace(if_linear=first.fault or Fault("nonlinear", self.at()))
+            return row_numbers.gathered_for_rows(first, made, self.at())
         return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
@@ -384,7 +384,7 @@ class Reader:
             kind, degree, None, fault, at, drawn=drawn, joined=joined, if_linear=if_linear, if_multiplied=if_multiplied
         )
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
-        if any(v.if_multiplied or v.if_no_layer or v.is_number for v in values):
+        if any(v.if_linear or v.if_multiplied or v.if_no_layer or v.kind == Kind.SUMMED for v in values):
             made = made._replace(if_no_layer=row_numbers.without_a_layer(eqn, values, linear, self.at()))
         return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))
 
@@ -406,7 +406,8 @@ class Reader:
     def of_all_rows(self, eqn: Any, values: list[RowValue], value: RowValue, summed: int, out: Any) -> RowValue:
         """Returns a result of rows that has no axis of the rows: a sum over them, or something else, as a maximum."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
-            return RowValue(Kind.ROWS, fault=lasting([value]), place=row_pairs.of_round(self.rows, eqn, values))
+            place, fault = row_pairs.of_round(self.rows, eqn, values), lasting([value])
+            return values[0]._replace(kind=Kind.ROWS, degree=0, number=None, fault=fault, place=place)
         # A reshape to a number of rows that is written in the function; or one of the rows that a Python loop picks.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
@@ -432,8 +433,8 @@ class Reader:
             which = which._replace(fault=None, met_all=False) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
         made = self.made(eqn, [*cases, which], degree, out, True)
-        if which.kind == Kind.ROWS and any(v.kind == Kind.SUMMED for v in cases):
-            made = row_numbers.in_place_of_rows(cases, made, self.at())
+        if any(v.kind == Kind.SUMMED for v in (which, *cases)):
+            made = row_numbers.chosen_for_rows(which, cases, made, self.at())
         return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
 
     def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:

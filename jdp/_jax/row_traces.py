@@ -123,7 +123,10 @@ class Traced:
         for i, value in enumerate(values):
             fault = value.fault
             if kind in ("rows", "vector"):
-                fault = value.lasting or value.if_linear or value.if_no_layer
+                fault = value.if_added_up
+                centred = value.if_multiplied if kind == "rows" else None
+                if fault is None and centred is not None and centred.lasts:  # by one number: right in a mean alone
+                    fault = centred
                 if fault is None and value.kind == Kind.SUMMED and kind == "rows":
                     fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:

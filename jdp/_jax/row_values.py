@@ -92,6 +92,11 @@ class RowValue(NamedTuple):
         """The fault, if it lasts."""
         return self.fault if self.fault is not None and self.fault.lasts else None
 
+    @property
+    def if_added_up(self) -> Fault | None:
+        """The fault of a sum over these rows."""
+        return self.lasting or self.if_linear or self.if_no_layer
+
 
 ROUND = "round"
 """The place of the row that a round of a loop over the rows takes."""

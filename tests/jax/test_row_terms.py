@@ -398,6 +398,10 @@ def prototypes(x, y):
     return ((x - mean[y]) ** 2).mean()
 
 
+def segment_mean(e, y):
+    return jax.ops.segment_sum(e, y, 3) / (jax.ops.segment_sum(jnp.ones_like(e), y, 3) + 1e-6)
+
+
 def by_callback(e):
     return jax.pure_callback(lambda e: np.sqrt(e.mean()), jax.ShapeDtypeStruct((), np.float32), e)
 
@@ -583,7 +587,7 @@ ACCEPTED = {
     "a layer with a branch": lambda x: (jax.nn.softplus(x / x.mean()) + jax.nn.leaky_relu(x - x.mean())).mean(),
     "centred, and a softmax": lambda x, w, q: optax.softmax_cross_entropy((x - x.mean()) @ w, q).mean(),
     "scaled, and a softmax": lambda x, w, y: ce((x / x.max()) @ w, y).mean(),
-    "residual": lambda t: (t / t.max() + jnp.tanh(t / t.max())).mean(),
+    "residual": lambda t: (t / t.max() + jnp.round(t / t.max())).mean(),
     "row by row": row_by_row,
     "Kahan's sum": kahan,
     "a mean as it goes": mean_as_it_goes,
@@ -795,7 +799,6 @@ REFUSED = {
         lambda x, w: jax.vmap(lambda a: jnp.tanh(a @ w).max())(x).sum(),
         lambda e: (e / (e.shape[0] - 1)).sum(),
         lambda e: jnp.pad(e, (0, 2)).mean(),
-        lambda e: jnp.where(e > 0.1 * e.sum(), e, 0.0).mean(),
         lambda x, z: jnp.trace(x @ z.T),
         lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).mean(),
         lambda e: lax.scan(lambda t, v: (t + v, None), 0.0, e)[0],
@@ -944,6 +947,22 @@ REFUSED = {
         lambda e, x: (x[:, 0] * (e - e.mean())).mean(),
         lambda e, o, y: ((e.mean() - e) * jax.nn.log_softmax(o)[jnp.arange(o.shape[0]), y]).mean(),
         lambda o, y: (ce(o, y) * (jax.nn.one_hot(y, 3) / jax.nn.one_hot(y, 3).mean(0).max()).sum(1)).mean(),
+        lambda e: jnp.where(e > 0.1 * e.sum(), e, 0.0).mean(),
+        lambda e: jnp.where(e == e.max(), e, 0.0).mean(),
+        lambda e: (e * (e >= e.max() - 0.5)).mean(),
+        lambda o: jnp.where(o > o.mean(0), o, 0.0).mean(),
+        lambda o: (o * (o == o.max(0))).sum(1).mean(),
+        lambda e: jnp.minimum(e, e.mean() + e.std()).mean(),
+        lambda o: jnp.clip(o, -2 * o.std(0), 2 * o.std(0)).mean(),
+        lambda e: jnp.clip(e, -0.3 * jnp.abs(e).max(), 0.3 * jnp.abs(e).max()).mean(),
+        lambda e: jax.nn.relu(e - e.max() + 1).mean(),
+        lambda e, o: (((e - e.min()) / (e.max() - e.min() + 1e-6) - o[:, 0]) ** 2).mean(),
+        lambda e, y: (e * (jnp.bincount(y, length=3)[y] > 1)).mean(),
+        lambda e, y: (e * (e == jax.ops.segment_max(e, y, 3)[y])).mean(),
+        lambda e, y: ((e - segment_mean(e, y)[y]) ** 2).mean(),
+        lambda o, y: ce(jnp.where(jax.nn.one_hot(y, 3).sum(0) > 0, o, -10.0), y).mean(),
+        lambda e, m: jnp.where(m.any(), e, 0.0).mean(),
+        lambda e: lax.scan(lambda c, v: (c + v, None), 0.0, jnp.tanh(e - e.mean()))[0] / e.shape[0],
     ],
     "pairs": [
         lambda x: (x @ x.T).mean(),
@@ -1209,6 +1228,7 @@ VECTORS = {
     "sum, minus a mean": ("sum", lambda e: (e - e.mean()).sum(), [None]),
     "near a mean": ("vector", lambda e, o: jax.nn.softplus(e - o.mean()), ["number"]),
     "a metric, near a mean": ("rows", lambda e: jnp.abs(e - e.mean()), ["number"]),
+    "a metric, minus the mean": ("rows", lambda e, s: s * (e - e.mean()) + 1, ["number"]),
     "count, plus a root": ("count", lambda e: ((e + jnp.sqrt(e.mean())).sum(), e.shape[0]), ["nonlinear", None]),
 }
 
