@@ -45,8 +45,7 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
         of_others = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
         ys = [
-            other if y.kind == Kind.SUMMED else y._replace(if_linear=None, place=place)
-            for y, other in zip(ys, of_others, strict=True)
+            other if y.kind == Kind.SUMMED else y._replace(place=place) for y, other in zip(ys, of_others, strict=True)
         ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
@@ -97,9 +96,10 @@ def _at_end(
     for value, part, factor in zip(carry, added, factors, strict=False):
         if factor == 1 and part.kind == Kind.CONST and part.number == 0:
             pass  # nothing is added: it is what it was at the start
-        elif factor == 1 and part.kind in (Kind.CONST, Kind.ROWS) and part.degree is not None:
-            kind = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST
-            value = RowValue(kind, part.degree + 1, fault=part.if_added_up, at=reader.at())
+        elif factor == 1 and (part.kind == Kind.ROWS or part.kind == Kind.CONST and part.degree is not None):
+            kind, degree = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST, part.degree
+            degree, at = (None, part.at) if degree is None else (degree + 1, reader.at())
+            value = RowValue(kind, degree, fault=part.if_added_up, at=at)
         elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
             value = RowValue(Kind.SUMMED, fault=part.lasting or Fault("pairs", reader.at(), True))
         elif factor is not None and factor != 1:

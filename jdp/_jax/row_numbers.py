@@ -130,7 +130,9 @@ def still_linear(values: Sequence[RowValue]) -> tuple[Fault | None, Fault | None
 def _behind_a_layer(value: RowValue) -> RowValue:
     """Returns rows whose features a layer has mixed: nonlinear functions after it are the model's, and no faults."""
     faults = {name: getattr(value, name) for name in ("if_linear", "if_multiplied")}
-    return value._replace(**{name: fault and fault._replace(lasts=False) for name, fault in faults.items()})
+    return value._replace(
+        **{name: fault and fault._replace(kind="nonlinear", lasts=False) for name, fault in faults.items()}
+    )
 
 
 def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Fault | None:
@@ -140,7 +142,7 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     `minimum(v, v.mean() + v.std())`. A square of rows that are only centred counts as part of a variance. Rows that are
     scaled by one number may be rounded, and `exp(v - v.max())` may be part of a softmax over the features.
     """
-    name, is_exp = eqn.primitive.name, eqn.primitive.name in ("exp", "exp2")
+    name = eqn.primitive.name
     if name in primitives.LAYERS:
         return None
     kept = next((v.if_no_layer for v in values if v.if_no_layer is not None), None)
@@ -149,14 +151,17 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     meets = {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
     if meets and name in primitives.COMPARES | primitives.KEEP_DEGREE:
         return _of_a_loss(at)
-    if name not in primitives.ELEMENTWISE or name in primitives.BOUNDED or name in primitives.ROUNDS:
+    by_entries = primitives.ELEMENTWISE - primitives.BOUNDED - primitives.ROUNDS
+    if name not in by_entries | primitives.COMPARES | primitives.KEEP_DEGREE:
         return None
     if meets and any(v.is_number for v in values):
         return Fault("number", at)
     faults = [v.if_multiplied if v.scaled or name not in primitives.POWERS else None for v in values]
-    faults += [v.if_linear for v in values if v.if_linear is not None and not (is_exp and _is_of_largest(v.if_linear))]
-    found = next((fault for fault in faults if fault is not None and fault.lasts), None)
-    return found and Fault("number", found.at)
+    faults = [fault for fault in faults if fault is not None and fault.lasts]
+    met = [v.if_linear for v in values if v.if_linear is not None]
+    is_softmax = name in ("exp", "exp2", "reduce_max")
+    faults += [x for x in met if (x.lasts or x.kind == "number") and not (is_softmax and _is_of_largest(x))]
+    return Fault("number", faults[0].at) if faults else None
 
 
 def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> Fault | None:
@@ -170,7 +175,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         rows / v.std(0)               none, as in a BatchNorm; so is a product with an `inverse`, as `rsqrt(v.var(0))`
         scaled rows * w(v.mean(0))    none: what follows in a BatchNorm is its scale
         centred rows @ v.mean(0)      none: rows are whitened
-        rows * v.mean(), v.mean(0)    "nonlinear": in `(rows * m).mean()` each replica has another factor m
+        rows * v.mean()               "number": in `(rows * m).mean()` each replica has another factor m
+        rows * v.mean(0)              "nonlinear", too; no fault if a nonlinear function follows
     """
     is_div, fault = name == "div", Fault("nonlinear", at)
     if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
@@ -186,6 +192,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         return None
     if name == "dot_general" and rows.met_all:
         return None  # rows are centred before they are whitened
+    if number.is_number and not (rows.met_all and is_largest(number)):  # rows that were rounded are scaled back
+        fault = Fault("number", at)
     return None if number.inverse or rows.scaled else rows.if_linear or fault
 
 
@@ -208,7 +216,8 @@ def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tupl
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
     """Returns the possible fault of rows that other rows multiply; `x * sigmoid(x)` is a function of x and has none."""
     fault = value.if_linear or value.if_multiplied or value.if_no_layer and value.if_no_layer._replace(lasts=True)
-    if fault is None or is_itself or fault.lasts and other.drawn:  # a square of a centred row; dropout
+    is_square = is_itself and value.if_linear is None  # of a centred row
+    if fault is None or is_square or fault.lasts and other.drawn:  # drawn: dropout
         return None
     if other.met_all:  # two centred rows make a covariance
         return fault._replace(lasts=False) if other.if_linear or other.if_multiplied else None

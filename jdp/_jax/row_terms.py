@@ -407,7 +407,7 @@ class Reader:
         """Returns a result of rows that has no axis of the rows: a sum over them, or something else, as a maximum."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
             place, fault = row_pairs.of_round(self.rows, eqn, values), lasting([value])
-            return values[0]._replace(kind=Kind.ROWS, degree=0, number=None, fault=fault, place=place)
+            return values[0]._replace(fault=fault, place=place)
         # A reshape to a number of rows that is written in the function; or one of the rows that a Python loop picks.
         is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:

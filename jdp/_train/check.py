@@ -89,9 +89,8 @@ def _compared(
     names, n = ("loss", "metrics", "update of state", "gradient of params"), len(mesh.all_devices)
     lines: list[str] = []
     what: set[str] = set()
-    for name, tree, other in zip(
-        names, _compared_parts(found, program), _compared_parts(expected, program), strict=True
-    ):
+    parts = [_compared_parts(gradients, program) for gradients in (found, expected)]
+    for name, tree, other in zip(names, *parts, strict=True):
         mine, theirs = (jax.tree_util.tree_leaves_with_path(_as_numpy(x)) for x in (tree, other))
         largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
@@ -135,12 +134,10 @@ def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
     if np.shape(a) != np.shape(b):
         return f"shape {np.shape(a)} here, {np.shape(b)} on one"
     if not _is_inexact(b):
-        same = np.array_equal(a, b)
-        return "" if same else f"{_short_value(a)} here, {_short_value(b)} on one"
-    a, b = np.asarray(a), np.asarray(b)
+        return "" if np.array_equal(a, b) else f"{_short_value(a)} here, {_short_value(b)} on one"
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
     rounding = max(narrowest, float(jnp.finfo(b.dtype).eps)) ** 0.5
-    a, b = a.astype(wide), b.astype(wide)
+    a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
     scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), least, 1e-6)
     alike = (np.abs(a - b) <= rounding * scale) | (a == b) | np.isnan(a) & np.isnan(b)
     if np.all(alike):
@@ -148,8 +145,8 @@ def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
     if not b.ndim:
         return f"{_short_value(a)} here, {_short_value(b)} on one"
     worst = np.unravel_index(np.argmax(np.nan_to_num(np.abs(a - b), nan=np.inf)), b.shape)
-    at = f"[{', '.join(map(str, worst))}]"
-    return f"{_short_value(a[worst])} here, {_short_value(b[worst])} on one, and most so at {at}"
+    at = ", ".join(map(str, worst))
+    return f"{_short_value(a[worst])} here, {_short_value(b[worst])} on one, and most so at [{at}]"
 
 
 def _short_value(x: Any) -> str:
