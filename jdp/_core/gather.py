@@ -96,7 +96,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     if device == "sharded" and layout.is_even:
         return layout.fill(outputs._arrays)
     if any(concrete(x) is None for x in outputs._arrays):
-        return layout.fill(unpadded(outputs))
+        return layout.fill(trim(outputs))
     if device == "sharded":
         return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
     target: Any = layout.devices[0] if device is None else device

@@ -131,6 +131,13 @@ class ReplicaMesh:
         entries = [self.axis_name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
 
+    def gathered(self, x: Any, axis: int) -> Any:
+        """Returns, inside a program, an array that is not cut along `axis`; other axes are left open, as in `cut`."""
+        if not self.inner_axes:
+            return jax.lax.with_sharding_constraint(x, self.replicated)
+        entries = [None if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
+
     def within(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns a spec with the axes inside of a replica alone, in the form that JAX gives to results."""
         kept = tuple(self._inner(entry) for entry in spec)

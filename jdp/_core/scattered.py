@@ -435,11 +435,16 @@ def unpadded(s: Scattered) -> list[Any]:
 
 
 def trim(s: Scattered) -> Sequence[Any]:
-    """Returns, inside a program, the arrays without padding: cut over the replicas if their rows divide."""
-    if s._layout.is_even:
-        return s._arrays
-    mesh, found = s._layout.mesh, []
-    for x, leaf in zip(unpadded(s), s._layout.arrays, strict=True):
+    """Returns, inside a program, the arrays without padding: cut over the replicas if their rows divide.
+
+    They are gathered before padding is cut off: XLA partitions a scatter or a sort after a slice of cut rows wrongly.
+    """
+    mesh, leaves, found = s._layout.mesh, s._layout.arrays, []
+    if s._layout.is_even or mesh.size == 1:
+        return unpadded(s)
+    pairs = zip(s._arrays, leaves, strict=True)
+    arrays = [x if isinstance(leaf, Whole) else mesh.gathered(x, leaf.axis) for x, leaf in pairs]
+    for x, leaf in zip(unpadded(Scattered(arrays, s._layout)), leaves, strict=True):
         divides = isinstance(leaf, Cut | Shard) and x.shape[leaf.axis] % mesh.size == 0
-        found.append(x if isinstance(leaf, Whole) else mesh.cut(x, leaf.axis if divides else None))
+        found.append(mesh.cut(x, leaf.axis) if divides else x)
     return found

@@ -27,7 +27,7 @@ from jax.core import Tracer
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
-from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, unpadded, untyped
+from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, untyped
 from .._jax.jaxprs import replayed
 from .._jax.rewrites import with_pairs_cut
 from .._model.sync_batch_norm import apart, by_rows
@@ -234,7 +234,7 @@ class Passes:
         values, treedef = jax.tree.flatten(outputs)
         inputs = _typed(inputs)
         (diff, held), counted = replicas, kwargs if kwargs is not None and kwargs._layout.is_cut else inputs
-        args, layout, loss = inputs._layout.fill(_all_rows(inputs)), inputs._layout, self.loss
+        args, layout, loss = inputs._layout.fill(trim(inputs)), inputs._layout, self.loss
         mine = [x for x in values if has_cotangent(x)]
         direct = (diff, {i: args[i] for i in loss.rows}) if loss.is_direct else ((), {})
 
@@ -303,11 +303,7 @@ def _scattered_leaves(tree: Tree) -> list[Any]:
 
 def _array_of_all_rows(s: Scattered) -> Any:
     """Returns the one array of `s` with all rows in the order of the batch, without padding."""
-    return _all_rows(s)[0]
-
-
-def _all_rows(s: Scattered) -> Sequence[Any]:
-    return unpadded(s) if s._layout.mesh.size == 1 else trim(s)
+    return trim(s)[0]
 
 
 def _constrained(x: Any, axis: int | None, layout: Layout) -> Any:
@@ -318,6 +314,8 @@ def padded(x: Any, leaf: Any, layout: Layout) -> Any:
     """Returns an array of all rows, padded and cut as the replicas hold it; arrays without rows are unchanged."""
     if not isinstance(leaf, Cut):
         return x
+    if not layout.is_even:  # what made it must not be partitioned over rows that do not divide: see `trim`
+        x = _constrained(x, None, layout)
     return _constrained(pad(x, leaf, len(layout.devices)), leaf.axis, layout)
 
 

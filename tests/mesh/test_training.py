@@ -97,6 +97,32 @@ def test_any_mesh_option_loss_and_rows(name, loss, option, sizes):
     check_step(name, loss, option, sizes, 1e-3)
 
 
+CRITERIA = {
+    "sums of classes": lambda out, y: (jax.ops.segment_sum(out, y, 3) ** 2).sum(),
+    "largest of classes": lambda out, y: jax.ops.segment_max(out[:, 0], y, 3).clip(-9).sum(),
+    "counts": lambda out, y: (out[:, 0] * jnp.bincount(y, length=3)[y]).mean(),
+    "sorted": lambda out, y: (jnp.sort(out, 0) * jnp.arange(len(out))[:, None]).sum(),
+    "rows by index": lambda out, y: (out[y] * out).mean(),
+    "written": lambda out, y: (out[:, 0].at[y].add(out[:, 1]) ** 2).sum(),
+}
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("n", [3, 8, 13])
+@pytest.mark.parametrize("name", ["2x4", "4x2"])
+def test_a_criterion_that_moves_rows(name, n):
+    """XLA partitions a scatter after a slice of cut rows wrongly, on a mesh of two axes."""
+    x, y = rows(n), np.resize([0, 1, 1, 0, 2], n)
+    mesh = mesh_of(name)
+    dp, weights = jdp.DataParallel(mlp, mesh), placed(mesh)
+    for c in CRITERIA.values():
+        expected = jax.value_and_grad(lambda w, c=c: c(bare(w, x), jnp.asarray(y)))(WEIGHTS)
+        of_rows = dp.value_and_grad(lambda w, x, y: mlp(w, x), criterion=lambda out, x, y, c=c: c(out, y))
+        in_jit = jax.jit(jax.value_and_grad(lambda w, x, y, c=c: c(dp(w, x), y)))
+        for found in of_rows(weights, x, y), in_jit(weights, x, jnp.asarray(y)):
+            close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [8, 10])
 @pytest.mark.parametrize("name", ["one replica", "2x4"])

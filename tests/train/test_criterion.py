@@ -116,6 +116,22 @@ def test_it_is_one_device_for_any_number_of_rows(n, size, steps):
     close(vg(PARAMS, *batch(size)), whole()(PARAMS, *batch(size)))
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("n, size", [(2, 7), (4, 10)])
+def test_entries_of_a_row_are_sorted(n, size, options):
+    """Their gradient is a scatter. XLA ends the process where it partitions one over rows that do not divide."""
+
+    def of_sorted(out, x, y):
+        return (jnp.sort(out, axis=1)[:, -1] * y[:, 0]).mean() + jnp.median(out, axis=1).sum()
+
+    vg = wrapper(n).value_and_grad(forward, criterion=of_sorted, **options)
+    x, y = batch(size)
+    expected = jax.value_and_grad(lambda params: of_sorted(model(params, x), x, y))(PARAMS)
+    close(vg(PARAMS, x, y), expected)
+    in_jit = jax.jit(jax.value_and_grad(lambda params: of_sorted(wrapper(n)(params, x), x, y)))
+    close(in_jit(PARAMS), expected)
+
+
 def test_grad_is_the_gradient_of_value_and_grad(same):
     dp, options = wrapper(3), {"criterion": criterion, "accumulate_steps": 2}
     same(dp.grad(forward, **options)(PARAMS, *batch(7)), dp.value_and_grad(forward, **options)(PARAMS, *batch(7))[1])
