@@ -56,10 +56,14 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         known = self.used(key)
         if known is None or not is_plain() or is_watched():
             return None
-        leaves, found = _leaves_of(params, known)
-        if found is None or not leaves:
+        for treedef, found in known.items():  # as a rule there is one
+            with contextlib.suppress(ValueError, TypeError):  # another structure; keys that do not compare
+                leaves, (program, inside, extra) = treedef.flatten_up_to(params), found  # compares, too, and is faster
+                break
+        else:
             return None
-        program, inside, extra = found
+        if not leaves:
+            return None
         if not all_lie(leaves, mesh.replicated) if inside is None else _shardings(leaves) != inside:
             return None
         placed = [x for x in arrays if type(x) is not np.ndarray]
@@ -101,14 +105,6 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         ran.waits = mesh.may_deadlock and (
             bool(mesh.inner_axes) or communicates(ran.run.trace([], moved, *arrays).jaxpr)
         )
-
-
-def _leaves_of(params: Tree, known: Mapping[Any, Known]) -> tuple[list[Any], Known | None]:
-    """Returns the parameters' leaves, and the known call with parameters of their structure; else `([], None)`."""
-    for treedef, found in known.items():  # as a rule there is one
-        with contextlib.suppress(ValueError, TypeError):  # another structure; keys that do not compare
-            return treedef.flatten_up_to(params), found  # compares as well, in two thirds of the time
-    return [], None
 
 
 def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
