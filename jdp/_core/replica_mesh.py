@@ -121,21 +121,21 @@ class ReplicaMesh:
             return sharding
         return NamedSharding(self.jax_mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
-    def cut(self, x: Any, axis: int | None) -> Any:
-        """Returns, inside a program, an array that is cut over the replicas along `axis`; None: replicated.
+    def cut(self, x: Any, axis: int) -> Any:
+        """Returns, inside a program, an array that is cut over the replicas along `axis`.
 
         How it lies inside of a replica of several devices is left to the compiler.
         """
-        if not self.inner_axes:
-            return jax.lax.with_sharding_constraint(x, self.along(axis))
-        entries = [self.axis_name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
+        return self._constrained(x, axis, self.axis_name)
 
     def gathered(self, x: Any, axis: int) -> Any:
-        """Returns, inside a program, an array that is not cut along `axis`; other axes are left open, as in `cut`."""
+        """Returns, inside a program, an array that is not cut along `axis`; the rest is left open, as in `cut`."""
+        return self._constrained(x, axis, None)
+
+    def _constrained(self, x: Any, axis: int, name: str | None) -> Any:
         if not self.inner_axes:
-            return jax.lax.with_sharding_constraint(x, self.replicated)
-        entries = [None if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
+            return jax.lax.with_sharding_constraint(x, self.along(None if name is None else axis))
+        entries = [name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
 
     def within(self, spec: PartitionSpec) -> PartitionSpec:

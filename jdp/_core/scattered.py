@@ -421,11 +421,12 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
     return first
 
 
-def unpadded(s: Scattered) -> list[Any]:
-    """Returns the arrays without padding and without the entries of idle replicas."""
-    used, n = s._layout.used, len(s._layout.devices)
+def unpadded(s: Scattered, gathers: bool = False) -> list[Any]:
+    """Returns the arrays without padding and without the entries of idle replicas; `gathers` makes them whole first."""
+    layout, used, n = s._layout, s._layout.used, len(s._layout.devices)
     out = []
-    for x, leaf in zip(s._arrays, s._layout.arrays, strict=True):
+    for x, leaf in zip(s._arrays, layout.arrays, strict=True):
+        x = layout.mesh.gathered(x, leaf.axis) if gathers and not isinstance(leaf, Whole) else x
         if isinstance(leaf, Cut):
             x = unpad(x, leaf, n)
         elif isinstance(leaf, Stack) and len(used) < n:
@@ -437,14 +438,13 @@ def unpadded(s: Scattered) -> list[Any]:
 def trim(s: Scattered) -> Sequence[Any]:
     """Returns, inside a program, the arrays without padding: cut over the replicas if their rows divide.
 
-    They are gathered before padding is cut off: XLA partitions a scatter or a sort after a slice of cut rows wrongly.
+    They are gathered before padding is cut off, because XLA partitions a scatter or a sort after a slice of cut rows
+    wrongly.
     """
-    mesh, leaves, found = s._layout.mesh, s._layout.arrays, []
+    mesh, found = s._layout.mesh, []
     if s._layout.is_even or mesh.size == 1:
-        return unpadded(s)
-    pairs = zip(s._arrays, leaves, strict=True)
-    arrays = [x if isinstance(leaf, Whole) else mesh.gathered(x, leaf.axis) for x, leaf in pairs]
-    for x, leaf in zip(unpadded(Scattered(arrays, s._layout)), leaves, strict=True):
+        return s._arrays if s._layout.is_even else unpadded(s)
+    for x, leaf in zip(unpadded(s, gathers=True), s._layout.arrays, strict=True):
         divides = isinstance(leaf, Cut | Shard) and x.shape[leaf.axis] % mesh.size == 0
         found.append(mesh.cut(x, leaf.axis) if divides else x)
     return found
