@@ -426,7 +426,7 @@ def unpadded(s: Scattered, gathers: bool = False) -> list[Any]:
     layout, used, n = s._layout, s._layout.used, len(s._layout.devices)
     out = []
     for x, leaf in zip(s._arrays, layout.arrays, strict=True):
-        x = layout.mesh.gathered(x, leaf.axis) if gathers and not isinstance(leaf, Whole) else x
+        x = layout.mesh.gathered(x, leaf.axis) if gathers and isinstance(leaf, Cut | Shard | Stack) else x
         if isinstance(leaf, Cut):
             x = unpad(x, leaf, n)
         elif isinstance(leaf, Stack) and len(used) < n:

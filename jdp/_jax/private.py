@@ -1,4 +1,4 @@
-"""Private names of JAX, jaxlib and Flax that jdp uses all the same: eleven names, each behind a function or constant.
+"""Private names of JAX, jaxlib and Flax that jdp uses all the same, each behind a function or constant.
 
 If a new version drops a name, a feature is lost or becomes slower, and the function here says which; no number changes.
 `tests/jax/test_private.py` has a test for each name, which fails if a new version changes it.
@@ -13,7 +13,7 @@ If a new version drops a name, a feature is lost or becomes slower, and the func
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
-11. `_wrapped_callback`, and `xla_bridge.backends`, in the frames of threads: `callbacks`, `starts_backends`
+11. `_wrapped_callback` and `xla_bridge.backends`, which stand in the frames of threads: `callbacks`, `starts_backends`
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def chosen_for_rows(which: RowValue, cases: Sequence[RowValue], made: RowValue, 
 def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
     """Returns `made`, which has a number of all rows for each row, taken from `value`, such as a count of its class.
 
-    Vectors from a matrix are taken for a layer's, as those of an embedding after a step of an inner gradient.
+    A row of a matrix counts as part of a layer, because an embedding may be looked up after an inner gradient step.
     """
     found = made._replace(if_linear=value.fault or Fault("nonlinear", at))
     return found._replace(if_no_layer=_of_a_loss(at)) if at[0].invars[0].aval.ndim == 1 else found
@@ -176,7 +176,7 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         scaled rows * w(v.mean(0))    none: what follows in a BatchNorm is its scale
         centred rows @ v.mean(0)      none: rows are whitened
         rows * v.mean()               "number": in `(rows * m).mean()` each replica has another factor m
-        rows * v.mean(0)              "nonlinear", too; no fault if a nonlinear function follows
+        rows * v.mean(0)              "nonlinear", for the same reason; a nonlinear function after it may be a layer's
     """
     is_div, fault = name == "div", Fault("nonlinear", at)
     if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):

@@ -1,14 +1,14 @@
-"""Where a process is, as it writes it for the others, and what this machine says of a process that it runs."""
+"""Where a process is, what it waits for, and what this machine says of a process that it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DEAD = ("", "Z", "X")  # states of Linux: no such process, or only its exit code is left
 
@@ -28,6 +28,25 @@ class Place(NamedTuple):
 
 
 NOWHERE = Place(0, "", 0, "", 0.0, False, {})
+
+
+class Pending(NamedTuple):
+    """A program that was dispatched."""
+
+    group: str
+    processes: tuple[int, ...]
+    position: int
+    what: str
+    since: float
+    output: Callable[[], Any]  # returns one of its outputs; None if no reference to it is left
+    seconds: float | None = None  # how long the others may take to come to it; None: limits.step
+
+    def is_done(self) -> bool:
+        x = self.output()
+        try:
+            return x is None or x.is_deleted() or x.is_ready()
+        except RuntimeError:  # the main thread has donated it since it was asked
+            return True
 
 
 def named(processes: Sequence[int]) -> str:

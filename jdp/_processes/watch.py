@@ -48,13 +48,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .._jax.private import callbacks, starts_backends
 from .coordination import ended, own_process, process_count, put, say, under
-from .places import DEAD, NOWHERE, Place, machine, named, state_of
+from .places import DEAD, NOWHERE, Pending, Place, machine, named, state_of
 
 
 class Limits:
@@ -77,25 +77,6 @@ HINT = (
 )
 _SAME = f"; all processes make the same calls in the same order. {HINT}"
 _SMALL = 4096  # bytes of an output that may be kept alive until it is computed
-
-
-class Pending(NamedTuple):
-    """A program that was dispatched."""
-
-    group: str
-    processes: tuple[int, ...]
-    position: int
-    what: str
-    since: float
-    output: Callable[[], Any]  # returns one of its outputs; None if no reference to it is left
-    seconds: float | None = None  # how long the others may take to come to it; None: limits.step
-
-    def is_done(self) -> bool:
-        x = self.output()
-        try:
-            return x is None or x.is_deleted() or x.is_ready()
-        except RuntimeError:  # the main thread has donated it since it was asked
-            return True
 
 
 class Watch:
@@ -240,9 +221,8 @@ class Watch:
         if (many and waited < limits.step / 2) or now < self._learnt + self._pause():
             return None
         # This comes before `_learn`: a process writes its last position and then its end, so both are known here.
-        asks = (
-            waited > _BEAT or (self._leaves or self._starts_since) is not None or self.silent([*self._places], _SILENCE)
-        )
+        waits_elsewhere = self._leaves is not None or self._starts_since is not None
+        asks = waited > _BEAT or waits_elsewhere or self.silent([*self._places], _SILENCE)
         left = ended() if asks else set()
         self._learn()
         if dead := self._dead():

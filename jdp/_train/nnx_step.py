@@ -280,7 +280,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         for variable in _variables_of(self.optimizer)[0]:
             before = variable.get_raw_value()  # one array, or a tree: optax.masked leaves an empty one
             if isinstance(before, jax.Array):
-                variable.set_raw_value(next(values))  # at a tenth of what `set_value` takes, which looks for hooks
+                variable.set_raw_value(next(values))  # `set_value` copies the value, looks for hooks, and takes longer
             else:
                 treedef = jax.tree.structure(before)
                 variable.set_value(treedef.unflatten(itertools.islice(values, treedef.num_leaves)))

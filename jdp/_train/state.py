@@ -90,6 +90,10 @@ def first_shapes(
     return shapes_of(TrainState(count, params, opt_state, others, key)), jaxpr
 
 
+MOST_SENT = 2**24
+"""The most bytes of an optimizer's zeros that are sent to the devices; filling more by a program is worth compiling."""
+
+
 def first_state(
     first: Callable[[Tree], tuple[Any, Tree]],
     variables: Mapping[str, Tree],
@@ -98,27 +102,25 @@ def first_state(
     shapes: TrainState,
     to: TrainState,
 ) -> TrainState:
-    """Returns the state before the first step, with the shardings `to`; variables and key are copied."""
+    """Returns the state before the first step, with the shardings `to`; variables and key are copied.
+
+    `shapes` and the jaxpr of `first` are what `first_shapes` returns.
+    """
     others, where = dict(variables), (to.params, to.state, to.key)
     given, at = (others.pop("params"), others, key), cast(NamedSharding, to.step)
-    of_optimizer, to_first = (shapes.step, shapes.opt_state), (to.step, to.opt_state)
-    if not at.is_fully_addressable or not trace_state_clean():  # device_put copies no array of several processes
+    numbers = None
+    if at.is_fully_addressable and trace_state_clean():
+        params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
+        numbers = filled_with(jaxpr)
+    else:  # device_put copies no array of several processes
         params, others, key = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=where)(given)
-        count, opt_state = jax.jit(first, out_shardings=to_first)(params)
-        return TrainState(count, params, opt_state, others, key)
-    params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
-    leaves, treedef = jax.tree.flatten(of_optimizer)
-    numbers = filled_with(jaxpr) if sum(x.size * x.dtype.itemsize for x in leaves) <= MOST_SENT else None
-    if numbers is None:
-        count, opt_state = jax.jit(first, out_shardings=to_first)(params)
+    leaves, treedef = jax.tree.flatten((shapes.step, shapes.opt_state))
+    if numbers is None or sum(x.size * x.dtype.itemsize for x in leaves) > MOST_SENT:
+        count, opt_state = jax.jit(first, out_shardings=(to.step, to.opt_state))(params)
     else:
         values = [np.full(x.shape, number, x.dtype) for x, number in zip(leaves, numbers, strict=True)]
-        count, opt_state = jax.device_put(treedef.unflatten(values), to_first, may_alias=False)
+        count, opt_state = jax.device_put(treedef.unflatten(values), (to.step, to.opt_state), may_alias=False)
     return TrainState(count, params, opt_state, others, key)
-
-
-MOST_SENT = 2**24
-"""The most bytes of an optimizer's zeros that are sent to the devices; filling more by a program is worth compiling."""
 
 
 def checked_key(key: Any) -> Any:
