@@ -121,18 +121,18 @@ class ReplicaMesh:
             return sharding
         return NamedSharding(self.jax_mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
-    def cut(self, x: Any, axis: int) -> Any:
-        """Returns, inside a program, an array that is cut over the replicas along `axis`.
+    def cut(self, x: Any, axis: int | None) -> Any:
+        """Returns, inside a program, an array that is cut over the replicas along `axis` (None: along none).
 
         How it lies inside of a replica of several devices is left to the compiler.
         """
         return self._constrained(x, axis, self.axis_name)
 
-    def gathered(self, x: Any, axis: int) -> Any:
+    def gathered(self, x: Any, axis: int | None) -> Any:
         """Returns, inside a program, an array that is not cut along `axis`; the rest is left open, as in `cut`."""
         return self._constrained(x, axis, None)
 
-    def _constrained(self, x: Any, axis: int, name: str | None) -> Any:
+    def _constrained(self, x: Any, axis: int | None, name: str | None) -> Any:
         if not self.inner_axes:
             return jax.lax.with_sharding_constraint(x, self.along(None if name is None else axis))
         entries = [name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
