@@ -50,6 +50,15 @@ def test_who_has_ended_is_named(monkeypatch, gone, words):
         exchange.Call(group, "call", "key").wait(lambda seconds: False, 20)
 
 
+def test_a_call_that_all_have_come_to_makes_them_known(monkeypatch):
+    """Where each is, on which machine: needed to say of one that it is stopped."""
+    met = []
+    monkeypatch.setattr(exchange.watch, "meet", met.append)
+    group = types.SimpleNamespace(processes=(0, 1, 2), here=0)
+    exchange.Call(group, "call", "key").wait(lambda seconds: True, 20)
+    assert met == [(0, 1, 2)]
+
+
 def test_a_process_that_is_stopped_while_it_compiles_is_named(monkeypatch):
     """Others wait half an hour for one that compiles, and not for one without a sign of life."""
     monkeypatch.setattr(exchange, "ended", lambda: set())
