@@ -4,7 +4,7 @@ The ordinary path looks at each array of the batch, and at what is around the ca
 A step is known if it gets the state that the last step returned, and a batch of known shapes: then only the trees are
 compared, and the program is called at once. JAX compares shapes, dtypes and precisions in any case. If one of these is
 new, JAX begins to trace the program again; our function raises `Retraced` in that trace, and the step takes the
-ordinary path.
+ordinary path. Of a batch that is padded JAX sees the padded arrays alone, so the step compares its shapes itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._core.calls import are_padded
 from .._core.fingerprint import start
 from .._core.gather import join
 from .._core.inputs import NESTED, is_deep
@@ -35,6 +36,7 @@ from .._core.programs import (
     stepped,
 )
 from .._core.replica_mesh import ReplicaMesh, cut_off
+from .._core.scatter import filled
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
@@ -78,7 +80,7 @@ class Program(Computation):
         alone, name = loss_of(False), f"find_nonfinite_{label}"
         self.flags = ReplicaProgram(flags_on_replicas(alone, options.accumulate_steps, name))
         self.compiled: Recent[Any, Any] = Recent()
-        # The program, and the treedefs of state and batch, by the shape of the first array.
+        # The program, the treedefs of state and batch, and how the batch is padded, by the shape of the first array.
         self.known: Recent[Any, Any] = Recent()
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self.steps = 0  # dispatched so far; counted with `check_replicas` alone
@@ -318,15 +320,27 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
     entry = program.known.get(key)
     if entry is None:
         return None
-    run, of_state, known_batch = entry
+    run, of_state, known_batch, padding = entry
+    if known_batch != of_batch:
+        return None
+    if padding is not None:
+        layout, types = padding
+        if _types(arrays) != types:
+            return None
+        arrays = filled(arrays, layout, place=False)._arrays
     # Flattens the state and compares its structure in one pass; raises a ValueError if it is another one.
-    return (run, of_state.flatten_up_to(state), arrays, key) if known_batch == of_batch else None
+    return run, of_state.flatten_up_to(state), arrays, key
+
+
+def _types(arrays: Sequence[Any]) -> list[Any]:
+    """Returns the type, dtype and shape of each leaf; None for what a leaf that is no array does not have."""
+    return [(type(x), getattr(x, "dtype", None), getattr(x, "shape", None)) for x in arrays]
 
 
 def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scattered, loss: Any) -> None:
     """Remembers the program that has just run, with the treedefs, if these and the shapes decide how the batch is cut.
 
-    They do if all leaves of the batch are arrays, and scatter has passed them on unchanged.
+    They do if all leaves of the batch are arrays, and scatter has passed them on unchanged or padded them on the host.
     """
     layout, options = scattered._layout, program.options
     run = program.compiled.get((layout, of_state, False))
@@ -338,9 +352,16 @@ def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scatt
         or takes_options(layout.mesh)
     ):
         return
-    if layout.mesh.spans_processes or options.deterministic or not layout.is_even and scattered is not batch:
+    if layout.mesh.spans_processes or options.deterministic:
         return
     arrays, of_batch = flatten(batch)
     given = scattered._arrays
-    if arrays and len(arrays) == len(given) and all(x is y for x, y in zip(arrays, given, strict=True)):
-        program.known[getattr(arrays[0], "shape", None)] = run, of_state, of_batch
+    if not arrays or len(arrays) != len(given):
+        return
+    if all(x is y for x, y in zip(arrays, given, strict=True)):
+        padding = None
+    elif not layout.is_even and are_padded(arrays, given):
+        padding = layout, _types(arrays)
+    else:
+        return
+    program.known[arrays[0].shape] = run, of_state, of_batch, padding
