@@ -235,10 +235,90 @@ def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
     return not linear or is_product or name == "select_n"
 
 
+def comes_to_others(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True if an equation gives rows what belongs to others: by their numbers, or by a reshape.
+
+    As in `h[y]`, where y came with the batch, and are numbers among all rows; and in `h.T.reshape(h.shape)`.
+    """
+    if name not in primitives.SCATTERS | {"gather", "dynamic_slice", "reshape"}:
+        return False
+    along, first = rows.axes(eqn.invars[0]), values[0].kind
+    if name == "gather" or name in primitives.SCATTERS:
+        is_gather, numbers = name == "gather", parameter(eqn, "dimension_numbers")
+        indexed = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
+        is_array = first == Kind.ROWS or first == Kind.CONST and not is_gather
+        return is_array and values[1].given and not {*along}.isdisjoint(indexed)
+    if name == "dynamic_slice":
+        return first == Kind.ROWS and any(values[1 + i].given for i in along)
+    if first != Kind.ROWS:
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    places = [
+        [i for i, size in enumerate(shape) if size is rows.size or size == rows.size] for shape in (before, after)
+    ]
+    if [len(found) for found in places] != [1, 1]:
+        return False
+    return math.prod(before[: places[0][0]]) != math.prod(after[: places[1][0]])
+
+
+def knows_no_place(value: RowValue) -> bool:
+    """Returns True for rows that are `given`, and for constants that are no positions among the rows."""
+    return value.given or value.kind == Kind.CONST and value.degree is not None
+
+
+def is_matrix_of_places(rows: RowCount, operands: Sequence[Any], values: Sequence[RowValue]) -> bool:
+    """Returns True if one of two operands is a constant with an entry for each pair of rows, as `jnp.tri(len(v))` is.
+
+    A product with it combines rows by their positions, unless it is diagonal.
+    """
+    pairs = zip(operands, values, strict=True)
+    return any(v.kind == Kind.CONST and len(rows.axes(x)) == 2 and v.entries != "diagonal" for x, v in pairs)
+
+
+def loses_rows(rows: RowCount, eqn: Any, values: Sequence[RowValue], made: RowValue) -> bool:
+    """Returns True if constants take the places of rows at an end, as in `jnp.diff(v, prepend=0)`.
+
+    A result has an entry for each row again, but the entries are those of other positions. After `jnp.roll` all of the
+    rows are there.
+    """
+    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    if made.kind != Kind.ROWS or made.place in (0, None) or not hasattr(made.place, "__index__") or rows.parts(out):
+        return False
+    if name in ("concatenate", "pad"):
+        return any(v.kind == Kind.CONST for v in values) and any(map(rows.parts, eqn.invars))
+    return name in ("slice", "gather", "dynamic_slice") and bool(rows.parts(eqn.invars[0]))
+
+
+def with_share(
+    rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
+) -> RowValue:
+    """Returns a result with its `RowValue.half`: a replica has another half of the rows than all replicas together.
+
+    A sum over the first half and one over the second make a sum over all rows; a mean over one of them is a fault.
+    """
+    if rows.takes_half(eqn, name) and not is_made_in_module(around):
+        starts = parameter(eqn, "start_indices") if name == "slice" else [v.number for v in values[1:]]
+        return made._replace(half=(not any(start != 0 for start in starts), Fault("part", (*around[::-1],), True)))
+    halves = {v.half[0]: v.half for v in values if v.half is not None}
+    half = halves.popitem()[1] if len(halves) == 1 else None
+    is_share = half is not None and name == "div" and _is_share(rows, values[1])
+    if half is not None and is_share:  # a mean over it
+        return RowValue(Kind.ROWS if rows.axes(eqn.outvars[0]) else Kind.SUMMED, fault=half[1])
+    return made._replace(half=half)
+
+
+def _is_share(rows: RowCount, value: RowValue) -> bool:
+    """Returns True if a divisor is the size of a share of the rows."""
+    if value.kind == Kind.UNKNOWN:
+        return True
+    return bool(rows.prime) and value.kind == Kind.CONST and bool(value.number) and rows.is_share(value.number)
+
+
 def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[Any, ...]) -> RowValue:
     """Returns operand i of a sort when it is sorted: along the rows, each entry's place depends on all rows."""
     if value.drawn:
         return UNKNOWN  # a random order, which picks equally many entries of each row
+    value = value._replace(given=False)
     along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
     is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # other operands, and ids, are only moved
     if value.kind == Kind.ROWS and along_rows and is_key:

@@ -22,7 +22,7 @@ ADDS_UP = _names_in("reduce_sum dot_general")
 # Each entry is made of several neighbouring ones.
 WINDOWS = _names_in(
     "conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min "
-    "reduce_window_and reduce_window_or"
+    "reduce_window_and reduce_window_or fft"
 )
 # Zero at each place where all operands are zero.
 KEEP_ZERO = _names_in(
@@ -65,6 +65,8 @@ KEEP_DEGREE = _names_in(
 )
 # Compares two operands.
 COMPARES = _names_in("eq ne lt le gt ge")
+# Writes entries into an array, or combines them with its own, at indices.
+SCATTERS = _names_in("scatter scatter_add scatter_mul scatter_max scatter_min")
 # Makes whole numbers.
 ROUNDS = _names_in("round floor ceil")
 # Random numbers.
@@ -90,4 +92,13 @@ ELEMENTWISE = _names_in(
     "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
     "random_seed random_split random_unwrap random_wrap"
+)
+# Makes entries for each row of the same row's entries, if there is an axis of the rows left.
+KEEP_GIVEN = (
+    ELEMENTWISE
+    | LAYERS
+    | _names_in(
+        "broadcast_in_dim reshape squeeze expand_dims transpose concatenate stack slice gather argmax argmin "
+        "reduce_sum reduce_max reduce_min"
+    )
 )

@@ -42,6 +42,7 @@ from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
+from .row_degrees import degree_of_nonlinear, number_of_rows, product_degree, sum_degree
 from .row_loops import LOOPS
 from .row_values import (
     CONST,
@@ -54,24 +55,12 @@ from .row_values import (
     constant,
     cuts_off,
     either,
-    is_divided,
     is_padded,
 )
 
 
 def lasting(values: Sequence[RowValue]) -> Fault | None:
     return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
-def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
-    return (degrees or {0}).pop() if len(degrees) < 2 else None
-
-
-def product_degree(*degrees: int | None) -> int | None:
-    known = [d for d in degrees if d is not None]
-    return sum(known) if len(known) == len(degrees) else None
 
 
 class Reader:
@@ -151,6 +140,11 @@ class Reader:
         is_written = name.startswith("scatter") and row_numbers.writes_one_row(eqn, values, self.rows)
         if is_written and not is_made_in_module(self.around):
             made = made._replace(fault=lasting(values) or Fault("row", self.at(), True))
+        meets_others = row_pairs.comes_to_others(self.rows, eqn, name, values)
+        meets_others = meets_others or row_pairs.loses_rows(self.rows, eqn, values, made)
+        if meets_others and (name not in ("reshape", "slice") or not is_made_in_module(self.around)):
+            made = made._replace(kind=Kind.ROWS, fault=lasting(values) or Fault("pairs", self.at(), True))
+        made = row_pairs.with_share(self.rows, eqn, name, values, made, self.around)
         padded = (padded or name == "pad" and self.rows.pads(eqn, values)) and made.kind != Kind.SUMMED
         return self.of_pairs(eqn, name, values, made)._replace(padded=padded)
 
@@ -163,7 +157,7 @@ class Reader:
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
         """Returns an output of such an equation, by the table that names its primitive."""
         if name in ("dim_as_value", "iota"):
-            return self.number_of_rows(eqn, name, out)
+            return number_of_rows(self.rows, eqn, name, out, self.at())
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.rows.summed(eqn, name, out) if name in primitives.MAY_SUM else 0
@@ -175,7 +169,7 @@ class Reader:
             if parameter(eqn, "axis") in self.rows.axes(out):
                 if values[0].kind == Kind.CONST:
                     return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
-                values = self.cumulated(values, out)
+                values = [v._replace(given=False) for v in self.cumulated(values, out)]
         if name == "slice" and self.rows.takes_some(eqn):
             if is_made_in(eqn, "associative_scan"):
                 values = self.cumulated(values, out)
@@ -234,7 +228,7 @@ class Reader:
 
         A primitive that is not known gets no blame: what it makes of sums, or of all rows, is UNKNOWN.
         """
-        degree = self.degree(eqn, name, values, out)
+        degree = degree_of_nonlinear(self.rows, eqn, name, values, out)
         if name in primitives.POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
             return values[0].root  # jnp.linalg.norm(x) ** 2
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
@@ -268,39 +262,6 @@ class Reader:
         is_of_rows = value.kind == Kind.SUMMED and value.fault is None
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
-    def degree(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> int | None:
-        """Returns the degree of a nonlinear equation's result; without a rule, 0 if no operand grows with `b`."""
-        degrees = {v.degree for v in values}
-        if name in primitives.BOUNDED:
-            if name not in primitives.COMPARES or not self.rows.axes(out):
-                return 0
-            # If one side grows with b and the other does not, as in `arange(b) < 10`, the share of True depends on b.
-            # A constant does not count if the other side has rows (an expert's rows, and its capacity); a 0 counts
-            # only if the other side has positions.
-            of_rows = any(v.kind == Kind.ROWS for v in values)
-            of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)
-            sides = [v for v in values if (v.number != 0 or of_places) and not (of_rows and v.kind == Kind.CONST)]
-            return 0 if len({v.degree for v in sides}) < 2 else None
-        if name in primitives.KEEP_DEGREE:
-            return sum_degree(values, 1)
-        if name in primitives.POWERS and None not in degrees:
-            return values[0].degree * eqn.params.get("y", 2)
-        if name in ("sqrt", "rsqrt") and not (values[0].degree or 0) % 2 and None not in degrees:
-            return (values[0].degree or 0) // (-2 if name == "rsqrt" else 2)
-        return 0 if degrees <= {0} else None
-
-    def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
-        """Returns the number of rows, which is a constant with the degree of a size, or positions among the rows."""
-        if name == "dim_as_value":
-            size, at = parameter(eqn, "dim"), self.at()
-            if is_divided(size):
-                return UNKNOWN
-            if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
-                return RowValue(Kind.CONST, 1, fault=Fault("sum", at), at=at)
-            return RowValue(Kind.CONST, self.rows.power(size), at=at)
-        counts_rows = parameter(eqn, "dimension") in self.rows.axes(out)
-        return RowValue(Kind.CONST, None, at=self.at()) if counts_rows else CONST
-
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
         """Returns a product or a quotient: linear unless both sides are sums; degrees are added, or subtracted."""
         if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
@@ -322,7 +283,9 @@ class Reader:
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
         if summed and self.rows.axes(out) and Kind.ROWS in (a.kind, b.kind) and lasting(values) is None:
-            return UNKNOWN  # a constant matrix of rows times rows, as a permutation is
+            if not row_pairs.is_matrix_of_places(self.rows, eqn.invars, values):
+                return UNKNOWN  # a permutation, for example
+            a = a._replace(fault=Fault("pairs", self.at(), True))
         counts = [v.kind for v in values if v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED)]
         made = self.made(eqn, [a, b], degree, out, linear, summed)
         made = made._replace(meant=min(counts) if name == "mul" and counts else None)
@@ -384,6 +347,8 @@ class Reader:
             kind, degree, None, fault, at, drawn=drawn, joined=joined, if_linear=if_linear, if_multiplied=if_multiplied
         )
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
+        if eqn.primitive.name in primitives.KEEP_GIVEN and all(row_pairs.knows_no_place(v) for v in values):
+            made = made._replace(given=True)
         if any(v.if_linear or v.if_multiplied or v.if_no_layer or v.kind == Kind.SUMMED for v in values):
             made = made._replace(if_no_layer=row_numbers.without_a_layer(eqn, values, linear, self.at()))
         return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))

@@ -121,7 +121,7 @@ class Traced:
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
         is_accepted = any(v.kind in (Kind.SHARED, Kind.UNKNOWN) for v in values)
         for i, value in enumerate(values):
-            fault = value.fault
+            fault = value.fault or value.half and value.half[1]
             if kind in ("rows", "vector"):
                 fault = value.if_added_up
                 centred = value.if_multiplied if kind == "rows" else None
@@ -165,7 +165,7 @@ class Traced:
 
     @functools.cached_property
     def _read(self) -> tuple[list[RowValue], Reader]:
-        inputs = [RowValue(Kind.ROWS) if rows else RowValue(Kind.CONST) for rows in self.inputs]
+        inputs = [RowValue(Kind.ROWS, given=True) if rows else RowValue(Kind.CONST) for rows in self.inputs]
         reader = Reader(self.rows)
         try:
             return reader.read(self.jaxpr, inputs), reader

@@ -71,6 +71,8 @@ class RowValue(NamedTuple):
     guards: bool = False  # says whether something is finite, and nothing else
     root: RowValue | None = None  # the value that it is the square root of
     drawn: bool = False  # made of random numbers that were drawn in the function, one or more for each row
+    given: bool = False  # made of the row alone, as it came with the batch, and not of its position
+    half: tuple[bool, Fault] | None = None  # made of a share of the rows alone: whether of the first, and its fault
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     place: Any = 0  # which row each entry is made of, 0 for the one at its own position; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
@@ -332,9 +334,12 @@ class RowCount:
         return 0
 
     def slides_over_rows(self, eqn: Any, name: str) -> bool:
-        """Returns True if the window of a convolution, or of a pooling, holds several rows at a time."""
+        """Returns True if the window of a convolution, of a pooling or of an FFT holds several rows at a time."""
         if name.startswith("reduce_window"):
             return any(parameter(eqn, "window_dimensions")[i] != 1 for i in self.axes(eqn.invars[0]))
+        if name == "fft":  # along the last axes
+            first_axis = eqn.invars[0].aval.ndim - len(parameter(eqn, "fft_lengths"))
+            return any(i >= first_axis for i in self.axes(eqn.invars[0]))
         dims, (inputs, window) = parameter(eqn, "dimension_numbers"), eqn.invars
         places = zip(dims.lhs_spec[2:], dims.rhs_spec[2:], strict=True)
         return any(i in self.axes(inputs) and window.aval.shape[j] != 1 for i, j in places)
@@ -343,6 +348,21 @@ class RowCount:
         """Returns True if a slice takes some of the rows."""
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
+
+    def takes_half(self, eqn: Any, name: str) -> bool:
+        """Returns True if an equation takes a share of the rows, one after the other, as `v[: len(v) // 2]` does."""
+        if name not in ("slice", "dynamic_slice", "gather") or name == "slice" and self.step(eqn) != 1:
+            return False
+        before = eqn.invars[0].aval.shape
+        after = eqn.outvars[0].aval.shape if name == "slice" else parameter(eqn, "slice_sizes")
+        taken = [after[i] for i in self.axes(eqn.invars[0]) if before[i] != after[i]]
+        return any(self.is_share(size) for size in taken)
+
+    def is_share(self, size: Any) -> bool:
+        """Returns True for the size of a share of the rows: `b // 2`, and a multiple of it that is none of `b`."""
+        if self.prime:
+            return size % self.size != 0 and prime_power(int(size), self.prime) > 0
+        return "floordiv" in str(size)
 
     def step(self, eqn: Any) -> int:
         """Returns the step of a slice in rows: 2 for `v[::2]`, if the axis has one entry for each row."""
