@@ -110,6 +110,14 @@ def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> R
     return found._replace(if_no_layer=_of_a_loss(at)) if at[0].invars[0].aval.ndim == 1 else found
 
 
+def shifted_by_largest(name: str, value: RowValue, made: RowValue) -> RowValue:
+    """Returns a function of rows: `exp(v - v.max())` is a fault unless it is divided by a sum of such values."""
+    fault = value.if_linear if name in ("exp", "exp2") and made.kind == Kind.ROWS else None
+    if fault is None or not _is_of_largest(fault):
+        return made
+    return made._replace(if_linear=fault._replace(lasts=False))
+
+
 def _of_a_loss(at: tuple[Any, ...]) -> Fault | None:
     """Returns the possible fault of rows that a number of all rows changes, if no layer follows; None in a module."""
     return None if is_made_in_module(at[::-1]) else Fault("number", at)
@@ -159,8 +167,11 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     faults = [v.if_multiplied if v.scaled or name not in primitives.POWERS else None for v in values]
     faults = [fault for fault in faults if fault is not None and fault.lasts]
     met = [v.if_linear for v in values if v.if_linear is not None]
-    is_softmax = name in ("exp", "exp2", "reduce_max")
-    faults += [x for x in met if (x.lasts or x.kind == "number") and not (is_softmax and _is_of_largest(x))]
+    of_softmax = name in primitives.OF_SOFTMAX
+    faults += [x for x in met if (x.lasts or x.kind == "number") and not (of_softmax and _is_of_largest(x))]
+    if of_softmax:  # a BatchNorm would have scaled its rows before
+        centred = [v.if_multiplied for v in values if v.if_multiplied is not None and not v.scaled]
+        faults += [fault for fault in centred if fault.kind == "number"]
     return Fault("number", faults[0].at) if faults else None
 
 
@@ -180,6 +191,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     """
     is_div, fault = name == "div", Fault("nonlinear", at)
     if (a.kind, b.kind) == (Kind.ROWS, Kind.ROWS):
+        if is_div and all(v.if_linear is not None and _is_of_largest(v.if_linear) for v in (a, b)):
+            return None  # a softmax
         is_itself = at[0].invars[0] is at[0].invars[1]
         return _met_by(a, b, is_itself) or (None if is_div else _met_by(b, a, is_itself))
     if {a.kind, b.kind} != {Kind.ROWS, Kind.SUMMED}:
@@ -188,8 +201,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     if number.is_number and (is_div and rows is a or number.inverse):  # one number normalizes all rows
         # The weights of a masked BatchNorm are divided by their mean, too, but they are not centred before.
         return Fault("number", at, not is_average(number) or rows.if_multiplied is not None)
-    if is_div and rows is a:  # by a root of a variance it is a normalization
-        return None
+    if is_div and rows is a:  # by a root of a variance it is a normalization, as it is of centred rows by a mean
+        return fault if is_average(number) and not rows.met_all else None
     if name == "dot_general" and rows.met_all:
         return None  # rows are centred before they are whitened
     if number.is_number and not (rows.met_all and is_largest(number)):  # rows that were rounded are scaled back
@@ -215,7 +228,10 @@ def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tupl
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
     """Returns the possible fault of rows that other rows multiply; `x * sigmoid(x)` is a function of x and has none."""
-    fault = value.if_linear or value.if_multiplied or value.if_no_layer and value.if_no_layer._replace(lasts=True)
+    centred = value.if_multiplied
+    if centred is not None and not centred.lasts:
+        centred = centred._replace(kind="nonlinear")
+    fault = value.if_linear or centred or value.if_no_layer and value.if_no_layer._replace(lasts=True)
     is_square = is_itself and value.if_linear is None  # of a centred row
     if fault is None or is_square or fault.lasts and other.drawn:  # drawn: dropout
         return None

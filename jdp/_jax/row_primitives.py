@@ -63,6 +63,8 @@ BOUNDED = OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin")
 KEEP_DEGREE = _names_in(
     "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
 )
+# Parts of a softmax, or of its logarithm.
+OF_SOFTMAX = _names_in("exp exp2 log reduce_max")
 # Compares two operands.
 COMPARES = _names_in("eq ne lt le gt ge")
 # Writes entries into an array, or combines them with its own, at indices.
