@@ -5,11 +5,11 @@ if all that follows is linear, the result is no mean: in `(v * f(v.mean())).mean
 of a sum over the rows, so that the whole is a product of two sums.
 
 If something that follows is not linear, it depends on the number. Numbers for each feature belong to a layer of a
-model, and are accepted. One number of all rows belongs to a loss, and is refused: that of a relativistic GAN,
-`softplus(v - u.mean())`, or of a policy gradient whose advantages are normalized by one number and multiplied by other
-rows. So do numbers, also those for each feature, that rows are compared with or cut off by, that choose between rows,
-or that are looked up for each row by its class. All this is accepted again if a layer (a product with parameters)
-follows, or if the code is in the call of a module.
+model, and are accepted, unless rows are only centred by them, and a softmax follows. One number of all rows belongs to
+a loss, and is refused: that of a relativistic GAN, `softplus(v - u.mean())`, or of a policy gradient whose advantages
+are normalized by one number and multiplied by other rows. So do numbers, also those for each feature, that rows are
+compared with or cut off by, that choose between rows, or that are looked up for each row by its class. All this is
+accepted again if a layer (a product with parameters) follows, or if the code is in the call of a module.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> R
     return found._replace(if_no_layer=_of_a_loss(at)) if at[0].invars[0].aval.ndim == 1 else found
 
 
-def shifted_by_largest(name: str, value: RowValue, made: RowValue) -> RowValue:
+def shifted_by_largest(name: str, value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
     """Returns a function of rows: `exp(v - v.max())` is a fault unless it is divided by a sum of such values."""
     fault = value.if_linear if name in ("exp", "exp2") and made.kind == Kind.ROWS else None
-    if fault is None or not _is_of_largest(fault):
+    if fault is None or not _is_of_largest(fault) or is_made_in_module(at[::-1]):
         return made
     return made._replace(if_linear=fault._replace(lasts=False))
 
@@ -148,7 +148,8 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
 
     If no layer follows, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`, `v > v.max()`,
     `minimum(v, v.mean() + v.std())`. A square of rows that are only centred counts as part of a variance. Rows that are
-    scaled by one number may be rounded, and `exp(v - v.max())` may be part of a softmax over the features.
+    scaled by one number may be rounded, and `exp(v - v.max())` may be part of a softmax over the features. A softmax of
+    rows that were centred for each feature belongs to a loss, as the centre of DINO does.
     """
     name = eqn.primitive.name
     if name in primitives.LAYERS:
@@ -184,6 +185,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         rows / v.std()                a fault of one number, which lasts: a loss normalizes its rows by it
         rows / v.mean()               the same, but it lasts only if the rows were centred before
         rows / v.std(0)               none, as in a BatchNorm; so is a product with an `inverse`, as `rsqrt(v.var(0))`
+        rows / v.mean(0)              "nonlinear", unless the rows were centred before
+        e / e.sum(1)                  none, where e is `exp(v - v.max())`: it is a softmax
         scaled rows * w(v.mean(0))    none: what follows in a BatchNorm is its scale
         centred rows @ v.mean(0)      none: rows are whitened
         rows * v.mean()               "number": in `(rows * m).mean()` each replica has another factor m
@@ -202,7 +205,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         # The weights of a masked BatchNorm are divided by their mean, too, but they are not centred before.
         return Fault("number", at, not is_average(number) or rows.if_multiplied is not None)
     if is_div and rows is a:  # by a root of a variance it is a normalization, as it is of centred rows by a mean
-        return fault if is_average(number) and not rows.met_all else None
+        is_scaled = is_average(number) and not rows.met_all and not is_made_in_module(at[::-1])
+        return fault if is_scaled else None
     if name == "dot_general" and rows.met_all:
         return None  # rows are centred before they are whitened
     if number.is_number and not (rows.met_all and is_largest(number)):  # rows that were rounded are scaled back

@@ -208,8 +208,9 @@ class Reader:
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
         averages = [v for v in values if row_numbers.is_average(v)] if meets else []
         if averages:
-            is_number = averages[0].is_number
-            made = made._replace(if_multiplied=Fault("number", self.at(), is_number))
+            of_model = is_made_in_module(self.around)
+            fault = Fault("nonlinear" if of_model else "number", self.at(), averages[0].is_number)
+            made = made._replace(if_multiplied=fault)
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -234,7 +235,7 @@ class Reader:
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        made = row_numbers.shifted_by_largest(name, values[0], made) if values else made
+        made = row_numbers.shifted_by_largest(name, values[0], made, self.at()) if values else made
         meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
         if meets and made.degree == 0 and any(map(row_numbers.is_threshold, values)):
             made = made._replace(if_linear=Fault("nonlinear", self.at()))

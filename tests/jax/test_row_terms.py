@@ -211,6 +211,13 @@ class Cutting(nn.Module):
         return jnp.where((x > 1).any(), cut, x)
 
 
+class Centring(nn.Module):
+    """A model that centres its outputs, and scales them by their mean and by their largest."""
+
+    def __call__(self, o):
+        return o - o.mean(0) + o / o.mean(0) + jnp.exp(o - o.max())
+
+
 def surrogate(o, advantage):
     ratio = jnp.exp(o[:, 0])
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
@@ -568,6 +575,7 @@ ACCEPTED = {
     "gradient of a kernel": gradient_of_a_kernel,
     "labels written": lambda o, y: (o.at[jnp.arange(o.shape[0]), y].multiply(2.0) ** 2).mean(),
     "a rank": lambda o, y: (jnp.argsort(o, axis=1)[jnp.arange(o.shape[0]), y] * o[:, 0]).mean(),
+    "centred in a module": lambda o, y: ce(Centring().apply({}, o), y).mean(),
     "a transform of each row": lambda x: jnp.abs(jnp.fft.rfft(x)).mean(),
     "both halves": lambda e: (e[: e.shape[0] // 2].sum() + (2 * e[e.shape[0] // 2 :]).sum()) / e.shape[0],
     "a softmax by hand, of words": lambda x, w: (lambda e: e @ w / e.sum(1, keepdims=True))(
