@@ -124,7 +124,7 @@ def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:
     if scattered is batch or not _is_known_by_arrays(layout):
         return
     key, arrays = key_of_call((batch,), {})
-    same = _are(arrays, scattered._arrays) or not layout.is_even and are_padded(arrays, scattered._arrays)
+    same = _are(arrays, scattered._arrays) or not layout.is_even and _are_padded(arrays, scattered._arrays)
     if key is not None and same and is_plain():
         known[key] = layout
 
@@ -139,7 +139,7 @@ def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
 
 
-def are_padded(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_padded(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Returns True if both hold numpy arrays of the same dtypes; padding has changed the lengths at most."""
     return len(some) == len(others) and all(
         type(x) is type(y) is np.ndarray and x.dtype == y.dtype for x, y in zip(some, others, strict=True)

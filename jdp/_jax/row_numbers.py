@@ -110,9 +110,9 @@ def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> R
     return found._replace(if_no_layer=_of_a_loss(at)) if at[0].invars[0].aval.ndim == 1 else found
 
 
-def shifted_by_largest(name: str, value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns a function of rows: `exp(v - v.max())` is a fault unless it is divided by a sum of such values."""
-    fault = value.if_linear if name in ("exp", "exp2") and made.kind == Kind.ROWS else None
+def shifted_by_largest(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
+    """Returns the exponentials of rows; `exp(v - v.max())` is a fault unless it is divided by a sum of such values."""
+    fault = value.if_linear if made.kind == Kind.ROWS else None
     if fault is None or not _is_of_largest(fault) or is_made_in_module(at[::-1]):
         return made
     return made._replace(if_linear=fault._replace(lasts=False))
@@ -212,6 +212,20 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
     if number.is_number and not (rows.met_all and is_largest(number)):  # rows that were rounded are scaled back
         fault = Fault("number", at)
     return None if number.inverse or rows.scaled else rows.if_linear or fault
+
+
+def quotient(a: RowValue, b: RowValue, degree: int | None, at: tuple[Any, ...]) -> tuple[RowValue, RowValue]:
+    """Returns both sides of a division by a sum over the rows, with a fault unless it is a normalization.
+
+    Rows divided by a mean over the rows, as in a BatchNorm, are rows; divided by a sum, they are parts of a ratio.
+    """
+    meets = a.kind == Kind.ROWS and b.degree == 0
+    if meets or a.lasting is not None or b.lasting is not None:
+        return a, b
+    before = [v.fault for v in (a, b) if v.fault is not None and v.fault.kind == "ratio"]
+    lasts = a.kind == Kind.ROWS or 0 not in (b.degree, degree)
+    ratio = [*before, Fault("ratio", at)][0]._replace(lasts=lasts)
+    return a._replace(fault=ratio), b._replace(fault=ratio)
 
 
 def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tuple[RowValue, RowValue]:

@@ -235,22 +235,36 @@ def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
     return not linear or is_product or name == "select_n"
 
 
-def comes_to_others(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True if an equation gives rows what belongs to others: by their numbers, or by a reshape.
+def moved(
+    rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
+) -> RowValue:
+    """Returns what is known of a result, `made`, whose entries may have come to other rows."""
+    is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _turns(rows, eqn, values[0])
+    if _is_at_numbers(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
+        before = next((v.lasting for v in values if v.lasting is not None), None)
+        made = made._replace(kind=Kind.ROWS, fault=before or Fault("pairs", (*around[::-1],), True))
+    return _with_share(rows, eqn, name, values, made, around)
 
-    As in `h[y]`, where y came with the batch, and are numbers among all rows; and in `h.T.reshape(h.shape)`.
+
+def _is_at_numbers(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True if rows are picked or written by numbers that came with the batch: `h[y]`, `h.at[y].add(1)`.
+
+    They are numbers among all rows, and a replica has other ones.
     """
-    if name not in primitives.SCATTERS | {"gather", "dynamic_slice", "reshape"}:
+    if name not in ("gather", "dynamic_slice") and name not in primitives.SCATTERS:
         return False
     along, first = rows.axes(eqn.invars[0]), values[0].kind
-    if name == "gather" or name in primitives.SCATTERS:
+    if name != "dynamic_slice":
         is_gather, numbers = name == "gather", parameter(eqn, "dimension_numbers")
         indexed = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
         is_array = first == Kind.ROWS or first == Kind.CONST and not is_gather
         return is_array and values[1].given and not {*along}.isdisjoint(indexed)
-    if name == "dynamic_slice":
-        return first == Kind.ROWS and any(values[1 + i].given for i in along)
-    if first != Kind.ROWS:
+    return first == Kind.ROWS and any(values[1 + i].given for i in along)
+
+
+def _turns(rows: RowCount, eqn: Any, value: RowValue) -> bool:
+    """Returns True if a reshape gives rows the entries of others, as `h.T.reshape(h.shape)` does."""
+    if value.kind != Kind.ROWS:
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     places = [
@@ -259,11 +273,6 @@ def comes_to_others(rows: RowCount, eqn: Any, name: str, values: Sequence[RowVal
     if [len(found) for found in places] != [1, 1]:
         return False
     return math.prod(before[: places[0][0]]) != math.prod(after[: places[1][0]])
-
-
-def knows_no_place(value: RowValue) -> bool:
-    """Returns True for rows that are `given`, and for constants that are no positions among the rows."""
-    return value.given or value.kind == Kind.CONST and value.degree is not None
 
 
 def is_matrix_of_places(rows: RowCount, operands: Sequence[Any], values: Sequence[RowValue]) -> bool:
@@ -275,21 +284,21 @@ def is_matrix_of_places(rows: RowCount, operands: Sequence[Any], values: Sequenc
     return any(v.kind == Kind.CONST and len(rows.axes(x)) == 2 and v.entries != "diagonal" for x, v in pairs)
 
 
-def loses_rows(rows: RowCount, eqn: Any, values: Sequence[RowValue], made: RowValue) -> bool:
+def _loses_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> bool:
     """Returns True if constants take the places of rows at an end, as in `jnp.diff(v, prepend=0)`.
 
     A result has an entry for each row again, but the entries are those of other positions. After `jnp.roll` all of the
     rows are there.
     """
-    name, (out, *_) = eqn.primitive.name, eqn.outvars
-    if made.kind != Kind.ROWS or made.place in (0, None) or not hasattr(made.place, "__index__") or rows.parts(out):
+    is_shifted = made.place not in (0, None) and hasattr(made.place, "__index__")
+    if made.kind != Kind.ROWS or not is_shifted or rows.parts(eqn.outvars[0]):
         return False
     if name in ("concatenate", "pad"):
         return any(v.kind == Kind.CONST for v in values) and any(map(rows.parts, eqn.invars))
     return name in ("slice", "gather", "dynamic_slice") and bool(rows.parts(eqn.invars[0]))
 
 
-def with_share(
+def _with_share(
     rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
 ) -> RowValue:
     """Returns a result with its `RowValue.half`: a replica has another half of the rows than all replicas together.

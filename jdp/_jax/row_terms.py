@@ -42,7 +42,6 @@ from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
-from .row_degrees import degree_of_nonlinear, number_of_rows, product_degree, sum_degree
 from .row_loops import LOOPS
 from .row_values import (
     CONST,
@@ -55,12 +54,24 @@ from .row_values import (
     constant,
     cuts_off,
     either,
+    is_divided,
     is_padded,
 )
 
 
 def lasting(values: Sequence[RowValue]) -> Fault | None:
     return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
+
+
+def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
+    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    return (degrees or {0}).pop() if len(degrees) < 2 else None
+
+
+def product_degree(*degrees: int | None) -> int | None:
+    known = [d for d in degrees if d is not None]
+    return sum(known) if len(known) == len(degrees) else None
 
 
 class Reader:
@@ -140,11 +151,9 @@ class Reader:
         is_written = name.startswith("scatter") and row_numbers.writes_one_row(eqn, values, self.rows)
         if is_written and not is_made_in_module(self.around):
             made = made._replace(fault=lasting(values) or Fault("row", self.at(), True))
-        meets_others = row_pairs.comes_to_others(self.rows, eqn, name, values)
-        meets_others = meets_others or row_pairs.loses_rows(self.rows, eqn, values, made)
-        if meets_others and (name not in ("reshape", "slice") or not is_made_in_module(self.around)):
-            made = made._replace(kind=Kind.ROWS, fault=lasting(values) or Fault("pairs", self.at(), True))
-        made = row_pairs.with_share(self.rows, eqn, name, values, made, self.around)
+        moves = made.joined if name == "reshape" else name in primitives.MOVES or name in primitives.SCATTERS
+        if moves or any(v.half for v in values):
+            made = row_pairs.moved(self.rows, eqn, name, values, made, self.around)
         padded = (padded or name == "pad" and self.rows.pads(eqn, values)) and made.kind != Kind.SUMMED
         return self.of_pairs(eqn, name, values, made)._replace(padded=padded)
 
@@ -157,7 +166,7 @@ class Reader:
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
         """Returns an output of such an equation, by the table that names its primitive."""
         if name in ("dim_as_value", "iota"):
-            return number_of_rows(self.rows, eqn, name, out, self.at())
+            return self.number_of_rows(eqn, name, out)
         if name in primitives.DRAWS and self.rows.axes(out):
             return RowValue(Kind.ROWS, drawn=True)  # another number for each row, as if it had come with the batch
         summed = self.rows.summed(eqn, name, out) if name in primitives.MAY_SUM else 0
@@ -229,13 +238,14 @@ class Reader:
 
         A primitive that is not known gets no blame: what it makes of sums, or of all rows, is UNKNOWN.
         """
-        degree = degree_of_nonlinear(self.rows, eqn, name, values, out)
+        degree = self.degree(eqn, name, values, out)
         if name in primitives.POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
             return values[0].root  # jnp.linalg.norm(x) ** 2
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        made = row_numbers.shifted_by_largest(name, values[0], made, self.at()) if values else made
+        if name in ("exp", "exp2"):
+            made = row_numbers.shifted_by_largest(values[0], made, self.at())
         meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
         if meets and made.degree == 0 and any(map(row_numbers.is_threshold, values)):
             made = made._replace(if_linear=Fault("nonlinear", self.at()))
@@ -264,6 +274,40 @@ class Reader:
         is_of_rows = value.kind == Kind.SUMMED and value.fault is None
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
+    def degree(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> int | None:
+        """Returns the degree of a nonlinear equation's result; without a rule, 0 if no operand grows with `b`."""
+        values = [values[0], values[2]] if name in primitives.SCATTERS else values  # without the indices
+        degrees = {v.degree for v in values}
+        if name in primitives.BOUNDED:
+            if name not in primitives.COMPARES or not self.rows.axes(out):
+                return 0
+            # If one side grows with b and the other does not, as in `arange(b) < 10`, the share of True depends on b.
+            # A constant does not count if the other side has rows (an expert's rows, and its capacity); a 0 counts
+            # only if the other side has positions.
+            of_rows = any(v.kind == Kind.ROWS for v in values)
+            of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)
+            sides = [v for v in values if (v.number != 0 or of_places) and not (of_rows and v.kind == Kind.CONST)]
+            return 0 if len({v.degree for v in sides}) < 2 else None
+        if name in primitives.KEEP_DEGREE:
+            return sum_degree(values, 1)
+        if name in primitives.POWERS and None not in degrees:
+            return values[0].degree * eqn.params.get("y", 2)
+        if name in ("sqrt", "rsqrt") and not (values[0].degree or 0) % 2 and None not in degrees:
+            return (values[0].degree or 0) // (-2 if name == "rsqrt" else 2)
+        return 0 if degrees <= {0} else None
+
+    def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
+        """Returns the number of rows, which is a constant with the degree of a size, or positions among the rows."""
+        if name == "dim_as_value":
+            size, at = parameter(eqn, "dim"), self.at()
+            if is_divided(size):
+                return UNKNOWN
+            if self.rows.power(size) is None and self.rows.power(size + 1) == 1:  # the divisor of an unbiased variance
+                return RowValue(Kind.CONST, 1, fault=Fault("sum", at), at=at)
+            return RowValue(Kind.CONST, self.rows.power(size), at=at)
+        counts_rows = parameter(eqn, "dimension") in self.rows.axes(out)
+        return RowValue(Kind.CONST, None, at=self.at()) if counts_rows else CONST
+
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
         """Returns a product or a quotient: linear unless both sides are sums; degrees are added, or subtracted."""
         if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
@@ -277,7 +321,7 @@ class Reader:
         degree = product_degree(a.degree, b.degree, summed)
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
-            a, b = self.quotient(a, b, degree)
+            a, b = row_numbers.quotient(a, b, degree, self.at()) if b.kind == Kind.SUMMED else (a, b)
         meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
         waits = meets or any(v.if_linear or v.if_multiplied or v.if_no_layer or v.inverse for v in values)
         a, b = row_numbers.in_product(name, a, b, self.at()) if waits else (a, b)
@@ -292,19 +336,6 @@ class Reader:
         made = self.made(eqn, [a, b], degree, out, linear, summed)
         made = made._replace(meant=min(counts) if name == "mul" and counts else None)
         return row_numbers.normalized(name, values[0], values[1], made) if waits else made
-
-    def quotient(self, a: RowValue, b: RowValue, degree: int | None) -> tuple[RowValue, RowValue]:
-        """Returns both sides of a division, with a fault if the divisor is a sum over the rows.
-
-        Rows divided by a mean over the rows, as in a BatchNorm, are rows; divided by a sum, they are parts of a ratio.
-        """
-        meets = a.kind == Kind.ROWS and b.degree == 0
-        if b.kind != Kind.SUMMED or meets or lasting([a, b]) is not None:
-            return a, b
-        before = [v.fault for v in (a, b) if v.fault is not None and v.fault.kind == "ratio"]
-        lasts = a.kind == Kind.ROWS or 0 not in (b.degree, degree)
-        ratio = [*before, Fault("ratio", self.at())][0]._replace(lasts=lasts)
-        return a._replace(fault=ratio), b._replace(fault=ratio)
 
     def made(
         self, eqn: Any, values: list[RowValue], degree: int | None, out: Any, linear: bool, summed: int = 0
@@ -349,8 +380,8 @@ class Reader:
             kind, degree, None, fault, at, drawn=drawn, joined=joined, if_linear=if_linear, if_multiplied=if_multiplied
         )
         made = made._replace(place=place, scaled=any(v.scaled for v in values))
-        if eqn.primitive.name in primitives.KEEP_GIVEN and all(row_pairs.knows_no_place(v) for v in values):
-            made = made._replace(given=True)
+        if eqn.primitive.name in primitives.KEEP_GIVEN:  # and no constant is a position
+            made = made._replace(given=all(v.given or v.kind == Kind.CONST and v.degree is not None for v in values))
         if any(v.if_linear or v.if_multiplied or v.if_no_layer or v.kind == Kind.SUMMED for v in values):
             made = made._replace(if_no_layer=row_numbers.without_a_layer(eqn, values, linear, self.at()))
         return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))

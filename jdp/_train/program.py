@@ -4,7 +4,7 @@ The ordinary path looks at each array of the batch, and at what is around the ca
 A step is known if it gets the state that the last step returned, and a batch of known shapes: then only the trees are
 compared, and the program is called at once. JAX compares shapes, dtypes and precisions in any case. If one of these is
 new, JAX begins to trace the program again; our function raises `Retraced` in that trace, and the step takes the
-ordinary path. Of a batch that is padded JAX sees the padded arrays alone, so the step compares its shapes itself.
+ordinary path. JAX sees only padded arrays of a batch that is padded, so the step compares the shapes of that itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._core.calls import are_padded
 from .._core.fingerprint import start
 from .._core.gather import join
 from .._core.inputs import NESTED, is_deep
@@ -327,7 +326,7 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
         layout, types = padding
         if _types(arrays) != types:
             return None
-        arrays = filled(arrays, layout, place=False)._arrays
+        arrays = list(filled(arrays, layout, place=False)._arrays)
     # Flattens the state and compares its structure in one pass; raises a ValueError if it is another one.
     return run, of_state.flatten_up_to(state), arrays, key
 
@@ -360,7 +359,7 @@ def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scatt
         return
     if all(x is y for x, y in zip(arrays, given, strict=True)):
         padding = None
-    elif not layout.is_even and are_padded(arrays, given):
+    elif all(type(x) is type(y) is np.ndarray and x.dtype == y.dtype for x, y in zip(arrays, given, strict=True)):
         padding = layout, _types(arrays)
     else:
         return

@@ -86,7 +86,8 @@ def test_pairs_of_rows_are_cut(name):
     run = jax.extend.core.jaxpr_as_fun(cut)
     np.testing.assert_array_equal(run(*Z)[0], jax.extend.core.jaxpr_as_fun(jaxpr)(*Z)[0])
     found, wanted = (jax.grad(lambda a, b, f=f: f(a, b)[0], (0, 1))(*Z) for f in (run, fn_of(fn)))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # Not the same bits: the gradient adds up other products, and CPUs differ in how they round these.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), found, wanted)
 
 
 def fn_of(fn):
