@@ -86,8 +86,9 @@ def test_pairs_of_rows_are_cut(name):
     run = jax.extend.core.jaxpr_as_fun(cut)
     np.testing.assert_array_equal(run(*Z)[0], jax.extend.core.jaxpr_as_fun(jaxpr)(*Z)[0])
     found, wanted = (jax.grad(lambda a, b, f=f: f(a, b)[0], (0, 1))(*Z) for f in (run, fn_of(fn)))
-    # Not the same bits: the gradient adds up other products, and CPUs differ in how they round these.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), found, wanted)
+    # What was joined is multiplied in parts, and some CPUs round the sum of these products in another way.
+    rounding = {"rtol": 1e-6, "atol": 3e-8} if name == "two views" else {"rtol": 0}
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **rounding), found, wanted)
 
 
 def fn_of(fn):
