@@ -239,17 +239,17 @@ def moved(
     rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
 ) -> RowValue:
     """Returns what is known of a result, `made`, whose entries may have come to other rows."""
-    is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _turns(rows, eqn, values[0])
-    if _is_at_numbers(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
+    is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _misaligns(rows, eqn, values[0])
+    if _indexes_rows(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
         before = next((v.lasting for v in values if v.lasting is not None), None)
         made = made._replace(kind=Kind.ROWS, fault=before or Fault("pairs", (*around[::-1],), True))
     return _with_share(rows, eqn, name, values, made, around)
 
 
-def _is_at_numbers(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True if rows are picked or written by numbers that came with the batch: `h[y]`, `h.at[y].add(1)`.
+def _indexes_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
+    """Returns True if rows are picked or written to by row numbers that came with the batch: `h[y]`, `h.at[y].add(1)`.
 
-    They are numbers among all rows, and a replica has other ones.
+    They number the rows of the whole batch, and a replica has only its own rows.
     """
     if name not in ("gather", "dynamic_slice") and name not in primitives.SCATTERS:
         return False
@@ -262,7 +262,7 @@ def _is_at_numbers(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValu
     return first == Kind.ROWS and any(values[1 + i].given for i in along)
 
 
-def _turns(rows: RowCount, eqn: Any, value: RowValue) -> bool:
+def _misaligns(rows: RowCount, eqn: Any, value: RowValue) -> bool:
     """Returns True if a reshape gives rows the entries of others, as `h.T.reshape(h.shape)` does."""
     if value.kind != Kind.ROWS:
         return False
@@ -301,19 +301,21 @@ def _loses_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue],
 def _with_share(
     rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
 ) -> RowValue:
-    """Returns a result with its `RowValue.half`: a replica has another half of the rows than all replicas together.
+    """Returns a result with its `RowValue.share`: a replica has another half of the rows than all replicas together.
 
-    A sum over the first half and one over the second make a sum over all rows; a mean over one of them is a fault.
+    Shares that are added up make a sum over all rows. A mean over one of them is a fault.
     """
-    if rows.takes_half(eqn, name) and not is_made_in_module(around):
+    if rows.takes_share(eqn, name) and not is_made_in_module(around):
         starts = parameter(eqn, "start_indices") if name == "slice" else [v.number for v in values[1:]]
-        return made._replace(half=(not any(start != 0 for start in starts), Fault("part", (*around[::-1],), True)))
-    halves = {v.half[0]: v.half for v in values if v.half is not None}
-    half = halves.popitem()[1] if len(halves) == 1 else None
-    is_share = half is not None and name == "div" and _is_share(rows, values[1])
-    if half is not None and is_share:  # a mean over it
-        return RowValue(Kind.ROWS if rows.axes(eqn.outvars[0]) else Kind.SUMMED, fault=half[1])
-    return made._replace(half=half)
+        return made._replace(share=(not any(start != 0 for start in starts), Fault("part", (*around[::-1],), True)))
+    shares = {v.share[0]: v.share for v in values if v.share is not None}
+    share = next(iter(shares.values()), None)
+    if share is not None and len(shares) > 1:
+        share = None, share[1]
+    made = made._replace(share=share)
+    if made.of_share is not None and name == "div" and _is_share(rows, values[1]):  # a mean over it
+        return RowValue(Kind.ROWS if rows.axes(eqn.outvars[0]) else Kind.SUMMED, fault=made.of_share)
+    return made
 
 
 def _is_share(rows: RowCount, value: RowValue) -> bool:

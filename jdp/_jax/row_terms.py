@@ -152,7 +152,7 @@ class Reader:
         if is_written and not is_made_in_module(self.around):
             made = made._replace(fault=lasting(values) or Fault("row", self.at(), True))
         moves = made.joined if name == "reshape" else name in primitives.MOVES or name in primitives.SCATTERS
-        if moves or any(v.half for v in values):
+        if moves or any(v.share for v in values):
             made = row_pairs.moved(self.rows, eqn, name, values, made, self.around)
         padded = (padded or name == "pad" and self.rows.pads(eqn, values)) and made.kind != Kind.SUMMED
         return self.of_pairs(eqn, name, values, made)._replace(padded=padded)

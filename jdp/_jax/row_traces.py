@@ -119,9 +119,9 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
-        is_accepted = any(v.kind in (Kind.SHARED, Kind.UNKNOWN) and v.half is None for v in values)
+        is_accepted = any(v.kind in (Kind.SHARED, Kind.UNKNOWN) and not (v.share and v.of_share) for v in values)
         for i, value in enumerate(values):
-            fault = value.fault or value.half and value.half[1]
+            fault = value.fault or value.share and value.of_share
             if kind in ("rows", "vector"):
                 fault = value.if_added_up
                 centred = value.if_multiplied if kind == "rows" else None

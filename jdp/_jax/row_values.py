@@ -72,7 +72,8 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # the value that it is the square root of
     drawn: bool = False  # made of random numbers that were drawn in the function, one or more for each row
     given: bool = False  # made of the row alone, as it came with the batch, and not of its position
-    half: tuple[bool, Fault] | None = None  # made of a share of the rows alone: whether of the first, and its fault
+    # Made of a share of the rows: whether it is the first (None: several shares were put together), and its fault.
+    share: tuple[bool | None, Fault] | None = None
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     place: Any = 0  # which row each entry is made of, 0 for the one at its own position; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
@@ -93,6 +94,11 @@ class RowValue(NamedTuple):
     def lasting(self) -> Fault | None:
         """The fault, if it lasts."""
         return self.fault if self.fault is not None and self.fault.lasts else None
+
+    @property
+    def of_share(self) -> Fault | None:
+        """The fault of a value that is made of one share of the rows, and has not been put together with another."""
+        return self.share[1] if self.share is not None and self.share[0] is not None else None
 
     @property
     def if_added_up(self) -> Fault | None:
@@ -349,7 +355,7 @@ class RowCount:
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
 
-    def takes_half(self, eqn: Any, name: str) -> bool:
+    def takes_share(self, eqn: Any, name: str) -> bool:
         """Returns True if an equation takes a share of the rows, one after the other, as `v[: len(v) // 2]` does."""
         if name not in ("slice", "dynamic_slice", "gather") or name == "slice" and self.step(eqn) != 1:
             return False
@@ -359,7 +365,7 @@ class RowCount:
         return any(self.is_share(size) for size in taken)
 
     def is_share(self, size: Any) -> bool:
-        """Returns True for the size of a share of the rows: `b // 2`, and a multiple of it that is none of `b`."""
+        """Returns True for the size of a share of the rows, as `b // 2` is, and for multiples of it."""
         if self.prime:
             return size % self.size != 0 and prime_power(int(size), self.prime) > 0
         return "floordiv" in str(size)

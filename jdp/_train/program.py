@@ -4,7 +4,7 @@ The ordinary path looks at each array of the batch, and at what is around the ca
 A step is known if it gets the state that the last step returned, and a batch of known shapes: then only the trees are
 compared, and the program is called at once. JAX compares shapes, dtypes and precisions in any case. If one of these is
 new, JAX begins to trace the program again; our function raises `Retraced` in that trace, and the step takes the
-ordinary path. JAX sees only padded arrays of a batch that is padded, so the step compares the shapes of that itself.
+ordinary path. If a batch has to be padded, JAX sees the padded arrays only; the step compares their shapes before that.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scatt
         return
     if all(x is y for x, y in zip(arrays, given, strict=True)):
         padding = None
-    elif all(type(x) is type(y) is np.ndarray and x.dtype == y.dtype for x, y in zip(arrays, given, strict=True)):
+    elif {*map(type, arrays), *map(type, given)} == {np.ndarray}:
         padding = layout, _types(arrays)
     else:
         return

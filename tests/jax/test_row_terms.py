@@ -578,6 +578,9 @@ ACCEPTED = {
     "centred in a module": lambda o, y: ce(Centring().apply({}, o), y).mean(),
     "a transform of each row": lambda x: jnp.abs(jnp.fft.rfft(x)).mean(),
     "both halves": lambda e: (e[: e.shape[0] // 2].sum() + (2 * e[e.shape[0] // 2 :]).sum()) / e.shape[0],
+    "both halves, and one again": lambda e: (
+        (lambda n: e[:n].sum() + e[n:].sum() + (e[n:] ** 2).sum())(e.shape[0] // 2) / e.shape[0]
+    ),
     "a softmax by hand, of words": lambda x, w: (lambda e: e @ w / e.sum(1, keepdims=True))(
         jnp.exp(x - x.max())
     ).mean(),
