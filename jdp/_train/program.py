@@ -346,12 +346,11 @@ def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scatt
     if (
         run is None
         or options.check_replicas
+        or options.deterministic
         or isinstance(loss, Tracer)
-        or not is_plain()
+        or layout.mesh.spans_processes
         or takes_options(layout.mesh)
     ):
-        return
-    if layout.mesh.spans_processes or options.deterministic:
         return
     arrays, of_batch = flatten(batch)
     given = scattered._arrays
@@ -363,4 +362,5 @@ def remember_step(program: Program, of_state: Any, batch: Tree, scattered: Scatt
         padding = layout, _types(arrays)
     else:
         return
-    program.known[arrays[0].shape] = run, of_state, of_batch, padding
+    if is_plain():
+        program.known[arrays[0].shape] = run, of_state, of_batch, padding
