@@ -306,8 +306,7 @@ def _with_share(
     Shares that are added up make a sum over all rows. A mean over one of them is a fault.
     """
     if rows.takes_share(eqn, name) and not is_made_in_module(around):
-        starts = parameter(eqn, "start_indices") if name == "slice" else [v.number for v in values[1:]]
-        return made._replace(share=(not any(start != 0 for start in starts), Fault("part", (*around[::-1],), True)))
+        return made._replace(share=(made.place == 0, Fault("part", (*around[::-1],), True)))
     shares = {v.share[0]: v.share for v in values if v.share is not None}
     share = next(iter(shares.values()), None)
     if share is not None and len(shares) > 1:

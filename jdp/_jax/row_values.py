@@ -357,11 +357,14 @@ class RowCount:
 
     def takes_share(self, eqn: Any, name: str) -> bool:
         """Returns True if an equation takes a share of the rows, one after the other, as `v[: len(v) // 2]` does."""
-        if name not in ("slice", "dynamic_slice", "gather") or name == "slice" and self.step(eqn) != 1:
+        if name not in ("slice", "split", "dynamic_slice", "gather") or name == "slice" and self.step(eqn) != 1:
             return False
-        before = eqn.invars[0].aval.shape
-        after = eqn.outvars[0].aval.shape if name == "slice" else parameter(eqn, "slice_sizes")
-        taken = [after[i] for i in self.axes(eqn.invars[0]) if before[i] != after[i]]
+        before, along = eqn.invars[0].aval.shape, self.axes(eqn.invars[0])
+        if name == "split":
+            taken = parameter(eqn, "sizes") if parameter(eqn, "axis") in along else ()
+        else:
+            after = eqn.outvars[0].aval.shape if name == "slice" else parameter(eqn, "slice_sizes")
+            taken = [after[i] for i in along if before[i] != after[i]]
         return any(self.is_share(size) for size in taken)
 
     def is_share(self, size: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -121,6 +123,7 @@ def parallel(
 
     options = repr((in_axes, out_axes, static, donated))
     program = made_once(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
+    alone = threading.RLock() if donated else nullcontext()  # another thread may pass, and free, the same arrays
 
     @outside_of_mesh
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -130,14 +133,15 @@ def parallel(
         (args, kwargs), nodes = take_nodes((_hold_static(args, static), kwargs))
         axes = _axes_of_arguments(in_axes, static, args, dim, bool(nodes))
         whole = {p: x for p, x in enumerate(args) if axes[p] is None}
-        replicas = _replicas(whole, nodes, donated, mesh)
         # Replicated arguments are None among those that are cut, so that each keeps its position.
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
         how = Cutting(mesh, dim, VERB, ("args", "kwargs"), place=False, replicas=config.replicas)
-        scattered = _scattered_arguments(cut, kwargs, axes, how, by_default=in_axes is None)
-        if donated:
-            replicas = _donated_once(*replicas, scattered._arrays)
-        out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
+        with alone:
+            replicas = _replicas(whole, nodes, donated, mesh)
+            scattered = _scattered_arguments(cut, kwargs, axes, how, by_default=in_axes is None)
+            if donated:
+                replicas = _donated_once(*replicas, scattered._arrays)
+            out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
         if nodes:
             nnx.update(nodes, updates)
         return out

@@ -9,6 +9,7 @@ ordinary path. If a batch has to be padded, JAX sees the padded arrays only; the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ class Program(Computation):
         self.steps = 0  # dispatched so far; counted with `check_replicas` alone
         self._comparison: Callable[[str], None] | None = None  # of the replicas, which is under way
         self._copies: Copies = {}  # of a deterministic step
+        self._donating = threading.RLock()  # held from the last look at a state until it is freed
 
     def note_shardings(self, params: Tree, others: Tree) -> None:
         """Notes how parameters and other variables are cut inside of a replica; traced ones do not show it."""
@@ -134,7 +136,7 @@ class Program(Computation):
             hides = batch._layout.holds_statics and not self.options.deterministic
             state, metrics = unread(run, batch, self._reads) if hides else run(batch)
         except Exception as error:
-            raise_nonfinite(error)
+            _raise_better(error, state, flat[0])
             raise
         stepped(self, state, metrics)
         if self.options.check_replicas:
@@ -145,7 +147,6 @@ class Program(Computation):
         layout, mesh = batch._layout, self.config.mesh
         named = state, batch._arrays
         leaves, treedef = flat
-        donated = leaves if self.options.donate else ()
         if self.options.deterministic and len(layout.devices) > 1:
             named = state, placed(batch)._arrays
             program = self._one_by_one(treedef, layout)
@@ -156,14 +157,27 @@ class Program(Computation):
         if program is not None:
             program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)  # the processes have compared it by now
-            return dispatch_step(run, mesh, named, lambda out: keep(*of_state(_with_own_rows(out))), donated)
+            return self.dispatched(run, state, leaves, named, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
             program = self.jitted(state, layout, treedef, args)
-            return dispatch_step(program, mesh, args, lambda out: keep(*of_leaves(out)), donated)
+            return self.dispatched(program, state, leaves, args, lambda out: keep(*of_leaves(out)))
         finally:
             may_trace.reset(token)
+
+    def dispatched(
+        self, run: Callable[..., Any], state: TrainState, leaves: Sequence[Any], args: Any, keep: Callable[..., Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Dispatches the program of a step. If several threads donate one state, all but the first get an error."""
+        mesh = self.config.mesh
+        if not self.options.donate:
+            return dispatch_step(run, mesh, args, keep, ())
+        with self._donating:
+            # On several devices JAX would pass freed arrays on, and may crash; on one it raises an error of its own.
+            if mesh.size > 1 and are_freed(leaves):
+                raise was_donated(state)
+            return dispatch_step(run, mesh, args, keep, leaves)
 
     def lower(self, state: TrainState, batch: Scattered) -> Any:
         self.find_scanned(state, batch)
@@ -237,19 +251,20 @@ class Program(Computation):
         return report(found, self.view(state.params))
 
 
-def raise_nonfinite(error: Exception) -> None:
-    """Raises a `FloatingPointError` for the errors that JAX raises for a NaN in a step with `jax_debug_nans`."""
+def _raise_better(error: Exception, state: TrainState, leaves: Sequence[Any]) -> None:
+    """Raises errors of our own for a NaN in a step with `jax_debug_nans`, and for a state that is freed."""
     settings: Any = jax.config
-    if not (settings.jax_debug_nans or settings.jax_debug_infs):
-        return
     # To find the operation, JAX runs the program again, with a state that is donated already: it fails, or recurses.
-    is_jax = type(error).__name__ == "InternalFloatingPointError"
-    if is_jax or isinstance(error, FloatingPointError | RecursionError | Retraced) or "deleted" in str(error):
+    is_jax = type(error).__name__ == "InternalFloatingPointError" or "deleted" in str(error)
+    is_found = is_jax or isinstance(error, FloatingPointError | RecursionError | Retraced)
+    if is_found and (settings.jax_debug_nans or settings.jax_debug_infs):
         raise FloatingPointError(
             "jdp.train_step: something is not finite after the step, and jax_debug_nans or jax_debug_infs is set; the "
             "state that went in is gone if the step donates it. Call step.find_nonfinite(state, batch) with a state "
             "from before, which names the replicas and rows, or make the step with skip_nonfinite=True."
         ) from error
+    if "has been deleted" in str(error) and are_freed(leaves):
+        raise was_donated(state) from error
 
 
 def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainState, Flat]:
@@ -296,19 +311,13 @@ def run_known_step(
         return None
     if of_jax and are_freed(of_jax):
         return None
-    # On several devices JAX would pass freed arrays on, and may crash; on one device it raises an error of its own.
-    if program.config.mesh.size > 1 and are_freed(leaves):
-        raise was_donated(state)
-    donated = leaves if program.options.donate else ()
     try:
-        return dispatch_step(run, program.config.mesh, (*leaves, *arrays), lambda out: keep(*of_leaves(out)), donated)
+        return program.dispatched(run, state, leaves, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):
             program.known.pop(key, None)
             return None  # the ordinary path raises an error that says what is wrong
-        raise_nonfinite(error)
-        if "has been deleted" in str(error) and are_freed(leaves):
-            raise was_donated(state) from error
+        _raise_better(error, state, leaves)
         raise
 
 

@@ -1212,6 +1212,10 @@ COUNTS = {
     "products of halves": (lambda x: (lambda a, b: (a * b).mean())(*halves(x)), "pairs"),
     "squares of their means": (lambda x: (halves(x).mean(0) ** 2).mean(), "pairs"),
     "halves by split": (lambda x: jnp.abs(jnp.subtract(*jnp.split(x, 2))).mean(), "pairs"),
+    "a mean of each by split": (lambda e: jnp.subtract(*map(jnp.mean, jnp.split(e, 2))), "part"),
+    "thirds by split": (lambda e: (lambda a, _, c: (a + c).mean())(*jnp.split(e, 3)), "part"),
+    "both by split": (lambda e: jnp.add(*jnp.split(e, 2)).mean(), None),
+    "views by split": (lambda x, z: jnp.subtract(*map(jnp.mean, jnp.split(jnp.concatenate([x, z]), 2))), None),
     "means of their squares": (lambda x: (halves(x) ** 2).mean(0).mean(), None),
     "halves of two": (
         lambda x, z: sum(jnp.abs(a - b).mean() for a, b in zip(halves(x), halves(z), strict=True)) / 2,

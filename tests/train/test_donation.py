@@ -1,7 +1,11 @@
 """Only arrays that a step made are donated: what anybody else put into the state is copied first, and stays."""
 
+import concurrent.futures
 import gc
+import re
+import sys
 import tempfile
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -444,3 +448,43 @@ def test_arguments_of_a_step_for_pmap_of_which_numpy_shares_a_part_are_freed_who
     host = np.asarray(before)
     step(before, X)
     assert before.is_deleted() and host.shape == (3,)
+
+
+def of_threads(turn, state, turns, threads=4):
+    """The last state, of turns that all threads take at once on one state; one of them returns the next, by `turn`."""
+    together, before = threading.Barrier(threads), sys.getswitchinterval()
+
+    def one(_):
+        together.wait()
+        try:
+            return turn(state)
+        except RuntimeError as error:
+            assert re.search("was donated to an earlier|has been freed", str(error)), error
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            for _ in range(turns):
+                (state,) = [after for after in pool.map(one, range(threads)) if after is not None]
+    finally:
+        sys.setswitchinterval(before)
+    return state
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("known", [0, 1], ids=["first", "known"])
+def test_threads_that_pass_one_state_donate_it_once(n, known):
+    """All may see that it is not freed before one of them frees it; XLA may end the process for the others."""
+    step = step_of(n)
+    state = step.init(VARIABLES)
+    if known:
+        state, _ = step(state, X)
+    state = of_threads(lambda state: step(state, X)[0], state, 40)
+    assert int(state.step) == 40 + known and state is step.last
+
+
+def test_threads_that_pass_one_argument_donate_it_once():
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(4))
+    count = dp.parallel(lambda n, x: (n + 1, jnp.sum(x)), donate_argnums=0, out_axes=(None, None))
+    start = jdp.replicate(np.float32(0), range(4))
+    assert float(of_threads(lambda n: count(n, X)[0], start, 40)) == 40

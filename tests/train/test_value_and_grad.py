@@ -1252,9 +1252,59 @@ def test_collectives_of_the_loss_and_uneven_rows(refused):
         return scalar(params, x - x.mean(0), y, mask)
 
     close(wrapper(2).value_and_grad(loss)(*GOOD), whole(centred)(*GOOD))
-    with refused(ValueError, "value_and_grad", r"(pmean|psum).*chunks are \(5, 4\).* or leave the collectives out"):
+    with refused(
+        ValueError,
+        "value_and_grad",
+        r"(pmean|psum).*chunks are \(5, 4\).* or leave the collectives out.* is criterion=",
+    ):
         wrapper(2).value_and_grad(loss)(GOOD[0], *batch(9))
     still_right()
+
+
+@pytest.mark.parametrize("which", ["all pairs", "balance of experts"])
+def test_losses_that_gather_by_themselves(refused, which):
+    """As a step of DDP does: right on even chunks; on uneven ones the error names `criterion=`."""
+
+    def pairs(z, y):  # a contrastive loss of all rows
+        return optax.softmax_cross_entropy_with_integer_labels(z @ jnp.tanh(z).T, jnp.arange(len(z))).mean()
+
+    def gathered_pairs(z, y):
+        return pairs(lax.all_gather(z, "data", tiled=True), y)
+
+    def balanced(z, y, mean=lambda x: x):
+        shares = jax.nn.softmax(z)
+        used = (shares == shares.max(1, keepdims=True)).astype(z.dtype)
+        return ((z - y) ** 2).mean() + 4 * (mean(used.mean(0)) * mean(shares.mean(0))).sum()
+
+    def balanced_over_replicas(z, y):
+        return balanced(z, y, lambda x: lax.pmean(x, "data"))
+
+    one, own = {"all pairs": (pairs, gathered_pairs)}.get(which, (balanced, balanced_over_replicas))
+
+    def of(loss):
+        return lambda params, x, y, mask: loss(model(params, x), y)
+
+    close(wrapper(2).value_and_grad(of(own))(*GOOD), whole(of(one))(*GOOD))
+    with refused(ValueError, "value_and_grad", "criterion="):
+        wrapper(2).value_and_grad(of(own))(GOOD[0], *batch(9))
+    with refused(TypeError, "value_and_grad", "criterion="):
+        wrapper(2).value_and_grad(of(one))(*GOOD)
+    still_right()
+
+
+@pytest.mark.parametrize("rows", [2, 10])
+def test_boxes_with_the_number_of_their_image(rows):
+    """Boxes of all images that go whole to each replica, or that are cut because they are as many as the images."""
+    boxes = np.linspace(0, 1, 2 * rows, dtype=np.float32).reshape(rows, 2)
+    boxes[:, 0] = np.arange(rows) * 3 % 10
+
+    def loss(params, batch):
+        x, boxes = batch
+        return ((model(params, x)[boxes[:, 0].astype(int), 0] - boxes[:, 1]) ** 2).mean()
+
+    for options in [{"in_axes": ((0, None),)}] + [{}] * (rows == 10):
+        with pytest.raises(TypeError, match=r"^jdp\.value_and_grad: the loss .*\(gather at .*criterion="):
+            wrapper(2).value_and_grad(loss, **options)(GOOD[0], (GOOD[1], boxes))
 
 
 def test_a_variable_in_two_arguments_is_refused():
