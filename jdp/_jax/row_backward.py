@@ -72,7 +72,7 @@ def _has_cotangent(v: Any) -> bool:
 
 
 def _cotangent(output: RowValue) -> RowValue:
-    """Returns what is known of an output's cotangent: a constant has a sum over the rows, and a sum has a constant."""
+    """Returns what is known of an output's cotangent: a constant's is a sum over the rows, a sum's a constant."""
     if output.kind == Kind.CONST:
         return RowValue(Kind.SUMMED, 1)
     return RowValue(Kind.ROWS) if output.kind == Kind.ROWS else CONST

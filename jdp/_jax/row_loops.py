@@ -1,4 +1,4 @@
-"""Finds whether what a loop over the rows carries is a sum over the rows at its end, or something else.
+"""Reads branches and loops, and finds whether what a loop over the rows carries is a sum over the rows at its end.
 
 Such a loop carries numbers from row to row. `total + f(row)` becomes a sum over the rows, as `jnp.sum` computes it;
 `jnp.maximum(largest, f(row))` and `0.9 * average + f(row)` do not. `sums_at_end` goes through the body, and finds for
@@ -43,10 +43,8 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     reader.loops -= by_rows
     if by_rows:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
-        of_others = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
-        ys = [
-            other if y.kind == Kind.SUMMED else y._replace(place=place) for y, other in zip(ys, of_others, strict=True)
-        ]
+        of_sum = lambda y: pairs if _meets_others(y, consts, xs) else UNKNOWN  # noqa: E731
+        ys = [of_sum(y) if y.kind == Kind.SUMMED else y._replace(place=place) for y in ys]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
         after = _at_end(reader, body, consts, after, xs)
@@ -124,7 +122,11 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
 
 
 def is_as(a: RowValue, b: RowValue) -> bool:
-    known = [(v.kind, v.degree, v.number, v.fault and v.fault.lasts, v.if_linear is None) for v in (a, b)]
+    known = [
+        (v.kind, v.degree, v.number, v.place, v.fault and v.fault.lasts)
+        + (v.if_linear is None, v.if_multiplied is None, v.if_no_layer is None)
+        for v in (a, b)
+    ]
     return known[0] == known[1]
 
 
@@ -202,14 +204,14 @@ def _made(eqn: Any, operands: list[Parts]) -> list[Parts]:
         return [_chosen(which, cases) for cases in zip(*branches, strict=True)]
     if name == "select_n":
         return [_chosen(operands[0], operands[1:])]
-    if name in primitives.EACH and name != "sort":
+    if name in primitives.EACH:
         return operands
     if name in primitives.ADDS:
         a, b = operands
         return [_added(a, _scaled(b, -1) if name == "sub" else b)]
     if name == "neg":
         return [_scaled(operands[0], -1)]
-    if name in _MOVES or name in ("scatter_add", "dynamic_slice", "gather"):
+    if name in _MOVES or name in ("scatter_add", "scatter_sub", "dynamic_slice", "gather"):
         return [_added(operands[0], _mixed(operands[1:], None))] * count  # what is added at indices is not followed
     if name in ("mul", "div"):
         return [_multiplied(eqn, name, *operands)]
@@ -286,5 +288,11 @@ def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Axes) 
             return made_of([mark and i in holds_one for i, mark in enumerate(marks)])[len(carry) :]
 
 
-LOOPS = {"scan": read_scan, "while": read_while}
-"""Returns what is known of a loop's outputs: `LOOPS[name](reader, eqn, values)`."""
+def read_cond(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
+    """Returns what is known of the outputs of a cond: each is chosen among those of all branches."""
+    branches = [reader.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
+    return [reader.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
+
+
+BODIES = {"scan": read_scan, "while": read_while, "cond": read_cond}
+"""Returns what is known of the outputs of an equation with bodies: `BODIES[name](reader, eqn, values)`."""

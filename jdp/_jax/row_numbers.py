@@ -26,7 +26,7 @@ from .row_values import Fault, Kind, RowCount, RowValue
 def added_to_rows(value: RowValue) -> RowValue:
     """Returns a summand of rows. One number of all rows that is no mean is a fault if all that follows is linear.
 
-    Numbers for each feature, as a BatchNorm adds them, are none.
+    Numbers for each feature, as a BatchNorm adds them, are no fault.
     """
     if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
         return value
@@ -102,7 +102,7 @@ def chosen_for_rows(which: RowValue, cases: Sequence[RowValue], made: RowValue, 
 
 
 def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns `made`, which has a number of all rows for each row, taken from `value`, such as a count of its class.
+    """Returns `made`, rows that look up numbers of all rows in `value` (a count of their class), with its faults.
 
     A row of a matrix counts as part of a layer, because an embedding may be looked up after an inner gradient step.
     """

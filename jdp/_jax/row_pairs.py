@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, constant
+from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # keep zeros off the diagonal, and its entries
 
 
 def of_pairs(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> RowValue:
-    """Returns a result with what its entries are, if it has one for each pair of rows (`RowValue.entries`)."""
+    """Returns a result with its `RowValue.entries`, which it has if there is an entry for each pair of rows."""
     if name in primitives.PICKS and values[0].entries == "pairs" and made.kind == Kind.SUMMED:
         return UNKNOWN  # one pair of rows, which may be a row and itself
     if len(rows.axes(eqn.outvars[0])) != 2:
@@ -69,7 +69,7 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     if name == "eq" and len(places) == 2:
         return "diagonal"
     sums_pairs = name in ("dot_general", "reduce_sum") and rows.summed(eqn, name, eqn.outvars[0])
-    if made.kind != Kind.ROWS or name not in _OF_PAIRS or sums_pairs:
+    if made.kind != Kind.ROWS or made.place == SEVERAL or name not in _OF_PAIRS or sums_pairs:
         return None
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
@@ -123,14 +123,17 @@ def place_in_turn(order: list[int]) -> Any:
 
 
 def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
-    """Returns what is known of a constant; an array with each position once, such as `np.arange(b)`, has an order.
+    """Returns what is known of a constant; an array with another number for each row was made of positions.
 
-    Only two traces side by side show that: its size is the number of rows in both.
+    Only two traces side by side show that: its size is the number of rows in both. If each position is there once, as
+    in `np.arange(b)`, the array has an order.
     """
-    is_of_rows = bool(rows.axes(v)) and not isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer)
+    is_of_rows = bool(rows.axes(v)) and not isinstance(x, jax.Array) and x.size == rows.size
     order = x.ravel().tolist() if is_of_rows else []
-    if sorted(order) != list(range(rows.size)):
+    if len({*order}) < 2:
         return constant(x, rows.prime)
+    if sorted(order) != [*range(rows.size)]:
+        return RowValue(Kind.CONST, None, fault=Fault("count", (), True))
     return RowValue(Kind.CONST, None, place=place_in_turn(order))
 
 
@@ -217,7 +220,7 @@ def _of_blocks(rows: RowCount, eqn: Any, place: str, out: Any) -> Any:
 
 
 def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
-    """Returns where a window of rows starts that is sliced at an index, as `x[1:]` is if their number is symbolic."""
+    """Returns the row where a slice begins that starts at an index, as JAX writes `x[1:]` of symbolic rows."""
     operand, sizes = eqn.invars[0], parameter(eqn, "slice_sizes")
     for i in rows.axes(operand):
         by = values[1] if eqn.primitive.name == "gather" else values[1 + i]
@@ -241,9 +244,12 @@ def moved(
     """Returns what is known of a result, `made`, whose entries may have come to other rows."""
     is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _misaligns(rows, eqn, values[0])
     if _indexes_rows(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
-        before = next((v.lasting for v in values if v.lasting is not None), None)
-        made = made._replace(kind=Kind.ROWS, fault=before or Fault("pairs", (*around[::-1],), True))
+        made = made._replace(kind=Kind.ROWS, fault=_lasting(values) or Fault("pairs", (*around[::-1],), True))
     return _with_share(rows, eqn, name, values, made, around)
+
+
+def _lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next(filter(None, (v.lasting for v in values)), None)
 
 
 def _indexes_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
@@ -303,18 +309,31 @@ def _with_share(
 ) -> RowValue:
     """Returns a result with its `RowValue.share`: a replica has another half of the rows than all replicas together.
 
-    Shares that are added up make a sum over all rows. A mean over one of them is a fault.
+    Shares that are added up make a sum over all rows, if the same was done to each. A mean over one is a fault.
     """
     if rows.takes_share(eqn, name) and not is_made_in_module(around):
-        return made._replace(share=(made.place == 0, Fault("part", (*around[::-1],), True)))
-    shares = {v.share[0]: v.share for v in values if v.share is not None}
-    share = next(iter(shares.values()), None)
-    if share is not None and len(shares) > 1:
-        share = None, share[1]
+        starts = parameter(eqn, "start_indices") if name == "slice" else [v.number for v in values[1:]] or [made.place]
+        sides = frozenset([0]), frozenset[int]()
+        treated = sides[::-1] if any(start != 0 for start in starts) else sides
+        return made._replace(share=Share(treated, Fault("part", (*around[::-1],), True)))
+    shares, rest = [v.share for v in values if v.share is not None], [v for v in values if v.share is None]
+    if not shares:
+        return made
+    sides = [*zip(*(share.treated for share in shares), strict=True)]
+    if name in _PUT_TOGETHER and all(v.number == 0 or v.kind == Kind.SUMMED for v in rest):
+        treated = tuple(frozenset[int]().union(*side) for side in sides)
+    else:
+        how = name, *(v.number for v in rest)
+        treated = tuple(frozenset([hash((*how, *side))] if any(side) else []) for side in sides)
+    share = Share(treated, shares[0].fault)
     made = made._replace(share=share)
     if made.of_share is not None and name == "div" and _is_share(rows, values[1]):  # a mean over it
-        return RowValue(Kind.ROWS if rows.axes(eqn.outvars[0]) else Kind.SUMMED, fault=made.of_share)
+        kind = Kind.ROWS if rows.axes(eqn.outvars[0]) else Kind.SUMMED
+        return RowValue(kind, fault=made.lasting or made.of_share)
     return made
+
+
+_PUT_TOGETHER = ("add", "add_any", "concatenate", "stack")
 
 
 def _is_share(rows: RowCount, value: RowValue) -> bool:
@@ -325,7 +344,7 @@ def _is_share(rows: RowCount, value: RowValue) -> bool:
 
 
 def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns operand i of a sort when it is sorted: along the rows, each entry's place depends on all rows."""
+    """Returns operand i of a sort after the sort: along the rows, each entry's place depends on all rows."""
     if value.drawn:
         return UNKNOWN  # a random order, which picks equally many entries of each row
     value = value._replace(given=False)
@@ -339,7 +358,8 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
 Picked = frozenset[int]
 """The numbers of the rows that a value is made of, each picked by its number; empty where they are not known."""
 STACKED, NUMBER = -1, -2
-"""Two marks among these numbers: the value has an axis that keeps picked rows apart; it depends on a number of all."""
+"""Two marks among these numbers: the value has an axis that keeps picked rows apart; it depends on a number of all
+rows."""
 
 
 def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
@@ -372,7 +392,7 @@ def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCoun
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
-    lost = next((v.lasting for v in values if v.lasting is not None), None)
+    lost = _lasting(values)
     if None in picked:
         return UNKNOWN
     order = [row for one in picked for row in one or () if len(one or ()) == 1]

@@ -9,14 +9,14 @@ def _names_in(text: str) -> frozenset[str]:
 
 # Linear in each operand, and in all of them together.
 LINEAR = _names_in(
-    "add add_any sub neg concatenate stack pad convert_element_type broadcast_in_dim reshape transpose squeeze "
+    "add add_any sub neg concatenate stack tile pad convert_element_type broadcast_in_dim reshape transpose squeeze "
     "expand_dims rev copy copy_p reduce_precision real imag conj complex slice split unstack cumsum reduce_window_sum "
-    "reduce_sum name stop_gradient sharding_constraint mesh_cast pvary pcast reshard optimization_barrier device_put"
+    "reduce_sum name stop_gradient sharding_constraint mesh_cast reshard"
 )
 # Linear, and adds up entries of one array.
 SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
 # May add up entries of several rows.
-MAY_SUM = _names_in("reduce_sum dot_general conv_general_dilated scatter_add")
+MAY_SUM = _names_in("reduce_sum dot_general conv_general_dilated scatter_add scatter_sub")
 # Adds up all entries along the axes that it names.
 ADDS_UP = _names_in("reduce_sum dot_general")
 # Each entry is made of several neighbouring ones.
@@ -26,13 +26,14 @@ WINDOWS = _names_in(
 )
 # Zero at each place where all operands are zero.
 KEEP_ZERO = _names_in(
-    "add add_any sub neg abs square integer_pow sign convert_element_type broadcast_in_dim reshape transpose squeeze "
-    "expand_dims reduce_sum copy name stop_gradient"
+    "add add_any sub neg abs square integer_pow sign sqrt cbrt sin tan asin atan sinh tanh asinh atanh expm1 log1p erf "
+    "floor ceil round real imag conj convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims "
+    "reduce_sum copy name stop_gradient"
 )
 # The sum of two arrays, or their difference.
 ADDS = _names_in("add add_any sub")
 # Each result is made of the operand with the same index.
-EACH = _names_in("optimization_barrier device_put pvary pcast sort")
+EACH = _names_in("optimization_barrier device_put pvary pcast")
 # Linear in each of two operands, but not in both together; a quotient is linear in the first operand alone.
 PRODUCTS = _names_in("mul div dot_general conv_general_dilated")
 # The layers of a model.
@@ -44,6 +45,7 @@ INDEXED = {
     "dynamic_update_slice": [0, 1],
     "scatter": [0, 2],
     "scatter_add": [0, 2],
+    "scatter_sub": [0, 2],
     "select_and_scatter_add": [0],
     "select_and_gather_add": [0],
 }
@@ -68,7 +70,7 @@ OF_SOFTMAX = _names_in("exp exp2 log reduce_max")
 # Compares two operands.
 COMPARES = _names_in("eq ne lt le gt ge")
 # Writes entries into an array, or combines them with its own, at indices.
-SCATTERS = _names_in("scatter scatter_add scatter_mul scatter_max scatter_min")
+SCATTERS = _names_in("scatter scatter_add scatter_sub scatter_mul scatter_max scatter_min")
 # Makes whole numbers.
 ROUNDS = _names_in("round floor ceil")
 # Random numbers.
@@ -100,7 +102,7 @@ KEEP_GIVEN = (
     ELEMENTWISE
     | LAYERS
     | _names_in(
-        "broadcast_in_dim reshape squeeze expand_dims transpose concatenate stack slice gather argmax argmin "
-        "reduce_sum reduce_max reduce_min"
+        "broadcast_in_dim reshape squeeze expand_dims transpose concatenate stack tile slice gather argmax "
+        "argmin reduce_sum reduce_max reduce_min"
     )
 )

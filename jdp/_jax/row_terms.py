@@ -18,15 +18,15 @@ A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is
     indexed            linear in the array that is indexed, and not in the indices
     nonlinear          a root, a logarithm or a maximum of a sum is no sum; of rows it is rows
     cumulated          each entry is made of other rows, too: pairs of rows, as after a sort
-    chosen, cond       one of the cases
-    LOOPS              the body is read again until what is known of the carry stays the same
+    chosen             one of the cases
+    BODIES             a cond is one of its branches; a loop is read again until nothing new is known of its carry
     number_of_rows     a constant that grows as `b` does
     variance           a jnp.var over the rows is no mean, unless rows are combined with it
     made, of_all_rows  all rules end here: they take the largest kind, and the fault that remains
 
 What the trace cannot follow is accepted, because a false alarm would refuse a correct loss. So no table of
 `row_primitives.py` has to be complete. A primitive that is in none of them makes constants of constants, and rows of
-rows; any other result of it is UNKNOWN, and so is everything that is made of an UNKNOWN.
+rows that do not grow with `b`; any other result of it is UNKNOWN, and so is everything that is made of an UNKNOWN.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
-from .row_loops import LOOPS
+from .row_loops import BODIES
 from .row_values import (
     CONST,
     UNKNOWN,
+    Blame,
     Fault,
     Kind,
     RowCount,
@@ -90,7 +91,7 @@ class Reader:
         return tuple(self.around[::-1])
 
     def of_rows(self, v: Any) -> bool:
-        """Returns True if a variable has an axis of the rows, or one value for each row, in a loop over them."""
+        """Returns True if a variable has an axis of the rows; in a loop over the rows every variable counts."""
         return self.loops > 0 or bool(self.rows.axes(v))
 
     def read(self, jaxpr: Any, inputs: Sequence[RowValue]) -> list[RowValue]:
@@ -98,9 +99,7 @@ class Reader:
         consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         for v, x in zip(getattr(jaxpr, "constvars", ()), consts, strict=False):
-            known[v] = (
-                constant(x, self.rows.prime) if self.rows.other is None else row_pairs.constant_of(self.rows, v, x)
-            )
+            known[v] = row_pairs.constant_of(self.rows, v, x) if self.rows.other else constant(x, self.rows.prime)
 
         def value(v: Any) -> RowValue:
             return self.rows.literal(v) if hasattr(v, "val") else known.get(v, CONST)
@@ -132,10 +131,15 @@ class Reader:
                 self.mixed.append(self.at())
         if name in CALLS:
             return self.named(eqn, values, self.read(next(inside(eqn)), values))
-        if name in ("cond", "scan", "while"):
-            return self.cond(eqn, values) if name == "cond" else LOOPS[name](self, eqn, values)
+        if name in BODIES:
+            return BODIES[name](self, eqn, values)
         if name == "select_n":
             made = self.chosen(eqn, values[0], values[1:], outs[0])
+            made = (
+                row_pairs.moved(self.rows, eqn, name, values, made, self.around)
+                if any(v.share for v in values)
+                else made
+            )
             return [self.of_pairs(eqn, name, values, made)]
         if name == "sort":  # moves all operands into the order of the first
             values = [row_pairs.sorted_along(self.rows, eqn, i, v, self.at()) for i, v in enumerate(values)]
@@ -158,13 +162,13 @@ class Reader:
         return self.of_pairs(eqn, name, values, made)._replace(padded=padded)
 
     def of_pairs(self, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> RowValue:
-        """Returns what is known of a result if it, or an operand, may have entries for pairs of rows."""
+        """Returns a result, `made`, with its `entries`, if it or an operand may have one for each pair of rows."""
         is_pair = made.fault is not None and made.fault.kind == "pairs"
         is_pair = is_pair or name == "iota" or any(v.entries is not None for v in values)
         return row_pairs.of_pairs(self.rows, eqn, name, values, made) if is_pair else made
 
     def by_its_rule(self, eqn: Any, name: str, values: list[RowValue], out: Any, padded: bool) -> RowValue:
-        """Returns an output of such an equation, by the table that names its primitive."""
+        """Returns an output of an equation without a jaxpr inside, by the table that names its primitive."""
         if name in ("dim_as_value", "iota"):
             return self.number_of_rows(eqn, name, out)
         if name in primitives.DRAWS and self.rows.axes(out):
@@ -174,11 +178,10 @@ class Reader:
             summed -= 1  # all but one entry for each row are zero
         if name in primitives.ADDS_UP and not padded and self.rows.sums_part(eqn, name):
             values = [v._replace(fault=v.fault or Fault("part", self.at(), True)) for v in values]
-        if name in primitives.CUMULATIVE and values[0].kind in (Kind.CONST, Kind.ROWS):
-            if parameter(eqn, "axis") in self.rows.axes(out):
-                if values[0].kind == Kind.CONST:
-                    return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
-                values = [v._replace(given=False) for v in self.cumulated(values, out)]
+        if name in primitives.CUMULATIVE and parameter(eqn, "axis") in self.rows.axes(out):
+            if values[0].kind == Kind.CONST:
+                return RowValue(Kind.CONST, None, at=self.at())  # places among the rows
+            values = [v._replace(given=False) for v in self.cumulated(values, out)]
         if name == "slice" and self.rows.takes_some(eqn):
             if is_made_in(eqn, "associative_scan"):
                 values = self.cumulated(values, out)
@@ -186,9 +189,9 @@ class Reader:
                 self.steps.append((self.rows.step(eqn), self.at()))
         if name in primitives.WINDOWS and self.rows.slides_over_rows(eqn, name):
             values = [v._replace(fault=lasting(values) or Fault("pairs", self.at(), True)) for v in values]
-        if name == "convert_element_type" and values[0].kind > Kind.SHARED and cuts_off(eqn, out):
-            if values[0].degree != 1:  # of a sum it may be a count of ones
-                return self.nonlinear(eqn, "floor", values, out)
+        may_be_cut = name == "convert_element_type" and values[0].kind > Kind.SHARED
+        if may_be_cut and values[0].degree != 1 and cuts_off(eqn, out):  # degree 1: it may be a count of ones
+            return self.nonlinear(eqn, "floor", values, out)
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -217,9 +220,8 @@ class Reader:
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
         averages = [v for v in values if row_numbers.is_average(v)] if meets else []
         if averages:
-            of_model = is_made_in_module(self.around)
-            fault = Fault("nonlinear" if of_model else "number", self.at(), averages[0].is_number)
-            made = made._replace(if_multiplied=fault)
+            kind: Blame = "nonlinear" if is_made_in_module(self.around) else "number"
+            made = made._replace(if_multiplied=Fault(kind, self.at(), averages[0].is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -228,16 +230,15 @@ class Reader:
         first, *added = [values[i] for i in at]
         linear = all(v.kind != Kind.SUMMED for i, v in enumerate(values) if i not in at)
         degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
+        if first.kind == Kind.CONST and any(v.kind == Kind.CONST and v.degree is None for v in values):
+            degree = None  # picked by position
         made = self.made(eqn, values, degree, out, linear, summed)
         if first.kind == Kind.SUMMED and made.kind == Kind.ROWS:  # each row has a number of all rows
             return row_numbers.gathered_for_rows(first, made, self.at())
         return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
-        """Returns the result of a primitive that is not linear, or not known: rows of rows, but of a sum no sum.
-
-        A primitive that is not known gets no blame: what it makes of sums, or of all rows, is UNKNOWN.
-        """
+        """Returns the result of a primitive that is not linear, or not known: rows stay rows, a sum gets a fault."""
         degree = self.degree(eqn, name, values, out)
         if name in primitives.POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
             return values[0].root  # jnp.linalg.norm(x) ** 2
@@ -251,14 +252,15 @@ class Reader:
             made = made._replace(if_linear=Fault("nonlinear", self.at()))
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
-        inverse = name in ("rsqrt", "pow") or name == "integer_pow" and eqn.params.get("y", 2) < 0
+        exponent = getattr(eqn.invars[-1], "val", -1) if name == "pow" else eqn.params.get("y", 2)
+        inverse = name == "rsqrt" or name in ("pow", "integer_pow") and exponent < 0
         inverse = inverse or name in ("max", "min", "clamp") and any(v.inverse for v in values)
         made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
-        """Returns the operand of a cumulative sum along the rows, with a fault: each entry depends on earlier rows."""
-        if not jnp.issubdtype(out.aval.dtype, jnp.floating):
+        """Returns the operand of a cumulative sum along the rows, with a fault unless its results are integers."""
+        if values[0].kind != Kind.ROWS or not jnp.issubdtype(out.aval.dtype, jnp.floating):
             return values  # of integers it is a position, as among an expert's rows
         return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
@@ -278,6 +280,8 @@ class Reader:
         """Returns the degree of a nonlinear equation's result; without a rule, 0 if no operand grows with `b`."""
         values = [values[0], values[2]] if name in primitives.SCATTERS else values  # without the indices
         degrees = {v.degree for v in values}
+        if name in primitives.OF_BOOLS or name == "sign":
+            return None if None in degrees and self.rows.axes(out) else 0
         if name in primitives.BOUNDED:
             if name not in primitives.COMPARES or not self.rows.axes(out):
                 return 0
@@ -297,7 +301,7 @@ class Reader:
         return 0 if degrees <= {0} else None
 
     def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
-        """Returns the number of rows, which is a constant with the degree of a size, or positions among the rows."""
+        """Returns what is known of a size, a constant with its degree, or of an `iota`, the positions of the rows."""
         if name == "dim_as_value":
             size, at = parameter(eqn, "dim"), self.at()
             if is_divided(size):
@@ -359,7 +363,7 @@ class Reader:
             return values[0]._replace(joined=joined, place=place)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
         any_fault = next((v.fault for v in values if v.fault is not None), None)
-        lasts = any_fault and lasting(values)
+        lasts = lasting(values)
         if kind <= Kind.SHARED:
             number = 0.0 if linear and all(v.number == 0 for v in values) else None
             return RowValue(kind, degree, number, any_fault, at, place=place)
@@ -387,7 +391,7 @@ class Reader:
         return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))
 
     def fault_of_sums(self, eqn: Any, fault: Fault | None, degree: int | None, linear: bool) -> Fault | None:
-        """Returns the fault of a result that is made of sums over the rows; `fault` is the first of its operands'."""
+        """Returns the fault of a result that is made of sums over the rows; `fault` is an operand's, if any has one."""
         if linear:
             return fault
         # A root of a variance may be a BatchNorm's; a logarithm is not, unless in a module.
@@ -407,7 +411,7 @@ class Reader:
             place, fault = row_pairs.of_round(self.rows, eqn, values), lasting([value])
             return values[0]._replace(fault=fault, place=place)
         # A reshape to a number of rows that is written in the function; or one of the rows that a Python loop picks.
-        is_alone = self.rows.prime and self.rows.other is None and lasting([value]) is None
+        is_alone = self.rows.prime and not self.rows.other and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
                 picked=None if eqn.primitive.name == "reshape" else row_pairs.picked_row(eqn, out, self.rows, value)
@@ -417,8 +421,8 @@ class Reader:
     def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:
         """Returns True if a result has the rows of several arrays one after the other, by this equation or before."""
         name = eqn.primitive.name
-        if name == "reshape":
-            return self.rows.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape)
+        if name == "reshape" and self.rows.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape):
+            return True
         if name == "concatenate" and len(eqn.invars) > 1 and parameter(eqn, "dimension") in rows:
             return True
         if name == "tile" and any(parameter(eqn, "reps")[i] > 1 for i in rows):
@@ -434,11 +438,6 @@ class Reader:
         if any(v.kind == Kind.SUMMED for v in (which, *cases)):
             made = row_numbers.chosen_for_rows(which, cases, made, self.at())
         return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
-
-    def cond(self, eqn: Any, values: list[RowValue]) -> list[RowValue]:
-        """Returns the outputs of a branch: each is chosen among those of all branches."""
-        branches = [self.read(branch, values[1:]) for branch in parameter(eqn, "branches")]
-        return [self.chosen(eqn, values[0], v, out) for *v, out in zip(*branches, eqn.outvars, strict=True)]
 
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:

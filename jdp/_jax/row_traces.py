@@ -21,7 +21,7 @@ from jax.core import Tracer
 from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
 from .row_terms import Reader
-from .row_values import PAIRS, UNKNOWN, Fault, Kind, OtherTrace, RowCount, RowValue
+from .row_values import PAIRS, UNKNOWN, Fault, Kind, RowCount, RowValue
 
 PRIMES = (23, 31)
 TermKind = Literal["mean", "sum", "count", "rows", "vector"]
@@ -68,10 +68,10 @@ class Traced:
     def paired_with(self, other: Traced) -> Traced:
         """Returns this trace together with that for another number of rows; alone, if their equations differ."""
         try:
-            found = OtherTrace(self.jaxpr, other.jaxpr, (self.rows.prime, other.rows.prime))
+            rows = self.rows.beside(self.jaxpr, other.jaxpr, other.rows.prime)
         except ValueError:  # the function does something else for that number
             return self
-        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, other=found))
+        return dataclasses.replace(self, rows=rows)
 
     @property
     def holds_tracers(self) -> bool:
@@ -119,11 +119,12 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
-        is_accepted = any(v.kind in (Kind.SHARED, Kind.UNKNOWN) and not (v.share and v.of_share) for v in values)
+        is_shared = any(v.kind == Kind.SHARED and not (v.share and v.of_share) for v in values)
         for i, value in enumerate(values):
             fault = value.fault or value.share and value.of_share
+            is_accepted = is_shared or value.kind == Kind.UNKNOWN and fault is None
             if kind in ("rows", "vector"):
-                fault = value.if_added_up
+                fault = value.fault if kind == "vector" and value.kind == Kind.SUMMED else value.if_added_up
                 centred = value.if_multiplied if kind == "rows" else None
                 if fault is None and centred is not None and centred.lasts:  # by one number: right in a mean alone
                     fault = centred

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -60,11 +60,18 @@ class Fault(NamedTuple):
         return {"dim_as_value": "shape", "dot_general": "dot"}.get(name, name.removeprefix("reduce_"))
 
 
+class Share(NamedTuple):
+    """What is known of a value that is made of a share of the rows, such as the first half of them."""
+
+    treated: tuple[frozenset[int], ...]  # hashes of what was done to the first share, and of what was done to others
+    fault: Fault  # where it was taken
+
+
 class RowValue(NamedTuple):
     """How a value depends on the rows."""
 
     kind: Kind
-    degree: int | None = 0  # the power of b that it is in proportion to; None if it is another function of b
+    degree: int | None = 0  # the power of b that it is in proportion to; None: another function of b, or a position
     number: float | None = None  # the value itself, of a constant that is the same everywhere
     fault: Fault | None = None
     at: tuple[Any, ...] = ()  # the equation that made the degree, then those around it
@@ -72,8 +79,7 @@ class RowValue(NamedTuple):
     root: RowValue | None = None  # the value that it is the square root of
     drawn: bool = False  # made of random numbers that were drawn in the function, one or more for each row
     given: bool = False  # made of the row alone, as it came with the batch, and not of its position
-    # Made of a share of the rows: whether it is the first (None: several shares were put together), and its fault.
-    share: tuple[bool | None, Fault] | None = None
+    share: Share | None = None
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     place: Any = 0  # which row each entry is made of, 0 for the one at its own position; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
@@ -85,7 +91,7 @@ class RowValue(NamedTuple):
     met_all: bool = False  # rows that were combined with something made of all rows
     scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
     inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
-    padded: bool = False  # has zeros after its rows, or before them, which no sum counts
+    padded: bool = False  # has zeros before or after its rows, which add nothing to a sum
     picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty if it is not known which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
     meant: Kind | None = None  # multiplied by a count of this kind (`mean * n`): a mean of means is meant
@@ -97,8 +103,8 @@ class RowValue(NamedTuple):
 
     @property
     def of_share(self) -> Fault | None:
-        """The fault of a value that is made of one share of the rows, and has not been put together with another."""
-        return self.share[1] if self.share is not None and self.share[0] is not None else None
+        """The fault of a value that is made of a share of the rows, if the others are not treated in the same way."""
+        return self.share.fault if self.share is not None and self.share.treated[0] != self.share.treated[1] else None
 
     @property
     def if_added_up(self) -> Fault | None:
@@ -120,7 +126,7 @@ def prime_power(size: int, prime: int) -> int:
 
 
 def constant(x: Any, prime: int) -> RowValue:
-    """Returns what is known of a constant, which may be made of the number of rows, a multiple of the prime (or 0)."""
+    """Returns what is known of a constant; a multiple of the prime counts as made of the number of rows (0: none)."""
     if isinstance(x, jax.Array) and not (prime and not x.ndim):  # only single numbers are fetched from a device
         return CONST
     if jnp.ndim(x):
@@ -161,16 +167,21 @@ def either(a: RowValue, b: RowValue) -> RowValue:
     """Returns what is known of a value that is one of the two."""
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
-    fault = a.lasting or b.lasting or a.fault or b.fault
     degrees = {v.degree for v in (a, b) if v.number != 0} or {0}
-    number, if_linear = a.number if a.number == b.number else None, a.if_linear or b.if_linear
+    places = {v.place for v in (a, b) if v.kind == Kind.ROWS} or {0}
     return RowValue(
         max(a.kind, b.kind),
         degrees.pop() if len(degrees) == 1 else None,
-        number,
-        fault,
+        a.number if a.number == b.number else None,
+        a.lasting or b.lasting or a.fault or b.fault,
         a.at or b.at,
-        if_linear=if_linear,
+        share=a.share or b.share,
+        joined=a.joined or b.joined,
+        place=places.pop() if len(places) == 1 else None,
+        if_linear=a.if_linear or b.if_linear,
+        if_multiplied=a.if_multiplied or b.if_multiplied,
+        if_no_layer=a.if_no_layer or b.if_no_layer,
+        met_all=a.met_all or b.met_all,
     )
 
 
@@ -191,52 +202,6 @@ def is_padded(name: str, values: Sequence[RowValue]) -> bool:
 
 
 _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
-
-
-class OtherTrace:
-    """Pairs the variables and equations of two jaxprs of one function, traced for multiples of these primes."""
-
-    def __init__(self, one: Any, other: Any, primes: tuple[int, int]) -> None:
-        """Raises a `ValueError` if the two have different equations."""
-        self.primes = primes
-        self._there = {id(v): w for v, w in _pairs_of(one, other)}
-
-    def of(self, v: Any) -> Any:
-        """Returns the other jaxpr's variable, literal or equation in the place of this one; None if it is not known."""
-        return self._there.get(id(v))
-
-    def constant(self, x: Any, y: Any) -> RowValue:
-        """Returns what is known of a constant that is x in this trace, and y in the other."""
-        try:
-            one, two = abs(float(x)), abs(float(y))
-        except (TypeError, ValueError):
-            return CONST
-        if one == two or not (one and two and math.isfinite(one) and math.isfinite(two)):
-            return RowValue(Kind.CONST, 0 if one == two else None, one)
-        power = self.power(one, two)
-        if power is None and self.power(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
-            return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
-        is_root = any(self.power(one**k, two**k) is not None for k in (2, 3, 4))
-        if power is None and not is_root and not self.is_linear(one, two):
-            # Another function of the number of rows; or a number that Python draws, or counts up.
-            return RowValue(Kind.UNKNOWN, None, one)
-        return RowValue(Kind.CONST, power, one)
-
-    def is_linear(self, one: float, two: float) -> bool:
-        """Returns True if a number, or its inverse, may be `k * b + c` with whole k and c, or `b * (b - 1) / 2`.
-
-        In the two traces these differ by a multiple of what the primes differ by.
-        """
-        step = self.primes[0] - self.primes[1]
-        for a, b in ((one, two), (1 / one, 1 / two)):
-            if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
-                return True
-        return False
-
-    def power(self, one: float, two: float) -> int | None:
-        """Returns p if a number is in proportion to the number of rows ** p in both traces; None if it is not."""
-        power = math.log(one / two) / math.log(self.primes[0] / self.primes[1])
-        return round(power) if abs(power - round(power)) < _NEAR else None
 
 
 def _pairs_of(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
@@ -261,11 +226,20 @@ _SYMBOL: Any = jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's c
 
 @dataclasses.dataclass(frozen=True)
 class RowCount:
-    """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised."""
+    """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised.
+
+    A trace may be read beside another one, for the same multiple of another prime.
+    """
 
     prime: int = 0  # 0: a symbol
-    other: OtherTrace | None = dataclasses.field(default=None, compare=False)  # the trace for another number
     times: int = PAIRS
+    other: int = dataclasses.field(default=0, compare=False)  # the prime of the other trace; 0: there is none
+    # The variable, literal or equation of the other jaxpr in the place of each of this one, by its id.
+    there: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def beside(self, one: Any, other: Any, prime: int) -> RowCount:
+        """Pairs two jaxprs of a function, one for this number; raises a `ValueError` if their equations differ."""
+        return dataclasses.replace(self, other=prime, there={id(v): w for v, w in _pairs_of(one, other)})
 
     @property
     def size(self) -> Any:
@@ -273,7 +247,7 @@ class RowCount:
         return self.times * self.prime if self.prime else _SYMBOL
 
     def power(self, size: Any) -> int | None:
-        """Returns p if a size is the number of rows ** p, times a whole number; None if it is not."""
+        """Returns the power of `b`, or of the prime, that divides a size; None if it is made of `b` otherwise."""
         if self.prime:
             return prime_power(size, self.prime)
         if size is _SYMBOL:  # as most are; arithmetic with symbols takes long
@@ -296,21 +270,20 @@ class RowCount:
 
     def axes(self, v: Any) -> list[int]:
         """Returns the axes of a variable whose size depends on the number of rows."""
-        if self.other is not None and (there := self.other.of(v)) is not None:
+        if (there := self.there.get(id(v))) is not None:
             sizes = zip(getattr(v.aval, "shape", ()), getattr(there.aval, "shape", ()), strict=True)
             return [i for i, (one, two) in enumerate(sizes) if one != two]
         return [i for i, size in enumerate(getattr(v.aval, "shape", ())) if self.power(size) != 0]
 
     def literal(self, v: Any) -> RowValue:
         """Returns what is known of a constant that is written in a jaxpr."""
-        if self.other is None or (there := self.other.of(v)) is None:
-            return constant(v.val, self.prime)
-        return self.other.constant(v.val, there.val)
+        there = self.there.get(id(v))
+        return constant(v.val, self.prime) if there is None else self._constant(v.val, there.val)
 
     def counts_rounds(self, eqn: Any) -> bool:
         """Returns True if a scan has as many rounds as there are rows; a length may be so by chance in one trace."""
         length = parameter(eqn, "length")
-        if self.other is not None and (there := self.other.of(eqn)) is not None:
+        if (there := self.there.get(id(eqn))) is not None:
             return bool(length != parameter(there, "length"))
         return self.power(length) != 0
 
@@ -324,9 +297,9 @@ class RowCount:
         shape, found = v.aval.shape, self.axes(v)
         if not self.prime:
             return [i for i in found if self.power(shape[i]) is None and not is_divided(shape[i])]
-        if self.other is None or (there := self.other.of(v)) is None:
+        if (there := self.there.get(id(v))) is None:
             return []
-        return [i for i in found if self.other.power(shape[i] or 0.5, there.aval.shape[i] or 0.5) is None]
+        return [i for i in found if self._exponent(shape[i] or 0.5, there.aval.shape[i] or 0.5) is None]
 
     def summed(self, eqn: Any, name: str, out: Any) -> int:
         """Returns over how many axes of the rows an equation sums."""
@@ -335,7 +308,7 @@ class RowCount:
         if name == "dot_general":
             (contracted, _), _ = parameter(eqn, "dimension_numbers")
             return len({*contracted} & {*self.axes(eqn.invars[0])})
-        if name in ("conv_general_dilated", "scatter_add"):
+        if name in ("conv_general_dilated", "scatter_add", "scatter_sub"):
             return int(any(map(self.axes, eqn.invars)) and not self.axes(out))
         return 0
 
@@ -380,7 +353,7 @@ class RowCount:
         return math.lcm(*(strides[i] // math.gcd(strides[i], int(shape[i] // self.size)) for i in along))
 
     def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
-        """Returns True if a reshape joins the axis of the rows with one before it: `(2, b)` becomes `(2 * b,)`."""
+        """Returns True if a reshape changes what stands before the axis of the rows: `(2, b)` becomes `(2 * b,)`."""
         places = [[i for i, size in enumerate(shape) if self.power(size) != 0] for shape in (before, after)]
         if [len(found) for found in places] != [1, 1]:
             return False
@@ -397,6 +370,39 @@ class RowCount:
         """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
         over = parameter(eqn, "axes") if name == "reduce_sum" else parameter(eqn, "dimension_numbers")[0][0]
         return not {*over}.isdisjoint(self.parts(eqn.invars[0]))
+
+    def _constant(self, x: Any, y: Any) -> RowValue:
+        """Returns what is known of a constant that is x in this trace, and y in the other."""
+        try:
+            one, two = abs(float(x)), abs(float(y))
+        except (TypeError, ValueError):
+            return CONST
+        if one == two or not (one and two and math.isfinite(one) and math.isfinite(two)):
+            return RowValue(Kind.CONST, 0 if one == two else None, one)
+        power = self._exponent(one, two)
+        if power is None and self._exponent(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
+            return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
+        is_root = any(self._exponent(one**k, two**k) is not None for k in (2, 3, 4))
+        if power is None and not is_root and not self._is_linear(one, two):
+            # Another function of the number of rows; or a number that Python draws, or counts up.
+            return RowValue(Kind.UNKNOWN, None, one)
+        return RowValue(Kind.CONST, power, one)
+
+    def _is_linear(self, one: float, two: float) -> bool:
+        """Returns True if a number, or its inverse, may be `k * b + c` with whole k and c, or `b * (b - 1) / 2`.
+
+        In the two traces these differ by a multiple of what the primes differ by.
+        """
+        step = self.prime - self.other
+        for a, b in ((one, two), (1 / one, 1 / two)):
+            if max(abs(a - round(a)), abs(b - round(b))) < _NEAR * max(a, b) and (round(a) - round(b)) % step == 0:
+                return True
+        return False
+
+    def _exponent(self, one: float, two: float) -> int | None:
+        """Returns p if a number is in proportion to the number of rows ** p in both traces; None if it is not."""
+        power = math.log(one / two) / math.log(self.prime / self.other)
+        return round(power) if abs(power - round(power)) < _NEAR else None
 
 
 def is_divided(size: Any) -> bool:

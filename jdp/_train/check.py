@@ -80,12 +80,11 @@ def checked(program: Program, state: TrainState, batch: Scattered) -> LossCheck:
         if options.accumulate_steps == 1 or "a BatchNorm runs in a" not in str(error):
             raise
         found = jax.jit(program.like(**plain, accumulate_steps=1).gradients)(state, batch)
-    return _compared(found, expected, mesh, options.accumulate_steps, program, narrowest)
+    return _compared(found, expected, program, narrowest)
 
 
-def _compared(
-    found: Gradients, expected: Gradients, mesh: ReplicaMesh, steps: int, program: Program, narrowest: float
-) -> LossCheck:
+def _compared(found: Gradients, expected: Gradients, program: Program, narrowest: float) -> LossCheck:
+    mesh, steps = program.config.mesh, program.options.accumulate_steps
     names, n = ("loss", "metrics", "update of state", "gradient of params"), len(mesh.all_devices)
     lines: list[str] = []
     what: set[str] = set()

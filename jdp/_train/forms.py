@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     @property
     def summands(self) -> int:
-        """The number of sums that the value is made of."""
+        """The number of sums that the value is made of; 1 for entries per row, too."""
         return sum(part.summands for part in self.parts) if self.parts else 1 + (self.kind == "ratio")
 
     def value(self, sums: Iterator[Any], weight: float) -> Any:

@@ -240,7 +240,10 @@ FORMS = ("loss", "(loss, metrics)", "(loss, metrics, updates)")
 
 
 def check_signature(loss_fn: Callable[..., Any], first: str, key: bool | None = None, role: str = "loss_fn") -> None:
-    """Raises a `TypeError` if a loss function does not take what a step passes; `key`: if there is one (NNX: None)."""
+    """Raises a `TypeError` if a loss function does not take what a step passes.
+
+    `key` says whether a step passes a random key; it is None for an NNX step, which never does.
+    """
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # a function written in C

@@ -577,10 +577,12 @@ ACCEPTED = {
     "a rank": lambda o, y: (jnp.argsort(o, axis=1)[jnp.arange(o.shape[0]), y] * o[:, 0]).mean(),
     "centred in a module": lambda o, y: ce(Centring().apply({}, o), y).mean(),
     "a transform of each row": lambda x: jnp.abs(jnp.fft.rfft(x)).mean(),
-    "both halves": lambda e: (e[: e.shape[0] // 2].sum() + (2 * e[e.shape[0] // 2 :]).sum()) / e.shape[0],
-    "both halves, and one again": lambda e: (
-        (lambda n: e[:n].sum() + e[n:].sum() + (e[n:] ** 2).sum())(e.shape[0] // 2) / e.shape[0]
+    "both halves": lambda x, w: (
+        (lambda n: (jnp.tanh(x[:n] @ w) ** 2).sum() + (jnp.tanh(x[n:] @ w) ** 2).sum())(x.shape[0] // 2) / x.shape[0]
     ),
+    "both halves, joined again": lambda e: jnp.concatenate([2 * e[: e.shape[0] // 2], 2 * e[e.shape[0] // 2 :]]).mean(),
+    "zeros behind a function": lambda e: jnp.tanh(jnp.pad(jnp.expm1(e), (0, 2))).sum() / e.shape[0],
+    "a root of a share": lambda o, y: -(jnp.sqrt(jax.nn.softmax(o)) * jax.nn.one_hot(y, 3)).sum(1).mean(),
     "a softmax by hand, of words": lambda x, w: (lambda e: e @ w / e.sum(1, keepdims=True))(
         jnp.exp(x - x.max())
     ).mean(),
@@ -837,6 +839,10 @@ REFUSED = {
         by_chance,
     ],
     "part": [
+        lambda e: (jax.nn.softplus(-e[: e.shape[0] // 2]).sum() + e[e.shape[0] // 2 :].sum()) / e.shape[0],
+        lambda e: (e[: e.shape[0] // 2].sum() - e[e.shape[0] // 2 :].sum()) / e.shape[0],
+        lambda e: (e[: e.shape[0] // 2].sum() + (2 * e[e.shape[0] // 2 :]).sum()) / e.shape[0],
+        lambda x: jnp.where(x[: x.shape[0] // 2] > 0, x[: x.shape[0] // 2], 0).sum() / x.shape[0],
         lambda e: e[:-1].mean(),
         lambda e: e[1:].sum() / e.shape[0],
         lambda x: jnp.vdot(x[1:] - x[:-1], x[1:] - x[:-1]) / x.shape[0],
@@ -852,6 +858,10 @@ REFUSED = {
         lambda e: (e[: e.shape[0] // 2] ** 2).mean() + jnp.abs(e[e.shape[0] // 2 :]).mean(),
     ],
     "count": [
+        lambda e, m: jnp.where((jnp.arange(e.shape[0]) < 5) & m, e, 0.0).mean(),
+        lambda e: jnp.where(~(jnp.arange(e.shape[0]) < 4), e, 0.0).mean(),
+        lambda e: (e * jnp.sign(jnp.arange(e.shape[0]) - 4)).mean(),
+        lambda e, table: (e * table[jnp.arange(e.shape[0]), 0]).mean(),
         lambda e: lax.fori_loop(0, e.shape[0], lambda i, c: c + (e * jnp.arange(e.shape[0]))[i], 0.0) / e.shape[0],
         lambda e: lax.scan(lambda c, v: (c + v, None), 0.0, e * jnp.arange(e.shape[0]))[0] / e.shape[0],
         lambda e: (e * (jnp.arange(e.shape[0]) % 2 == 0)).sum() / e.shape[0],
@@ -880,6 +890,11 @@ REFUSED = {
         dice,
     ],
     "nonlinear": [
+        lambda o, y: (lambda hot: -(hot.mean(0) ** 0.75 * hot * jax.nn.log_softmax(o)).sum(1).mean())(
+            jax.nn.one_hot(y, 3)
+        ),
+        lambda e, y: (jnp.zeros(3).at[y].subtract(e) ** 2).sum() / e.shape[0] ** 2,
+        lambda e: jnp.tile(jnp.sqrt(e.mean()), 3).mean(),
         lambda o, e: (jnp.exp(o[:, 0] - o[:, 0].max()) * e).mean(),
         lambda o: jnp.exp(o - o.max()).mean(),
         lambda q, o: -(lax.stop_gradient(q / q.mean(0)) * jax.nn.log_softmax(o)).mean(),
@@ -951,6 +966,7 @@ REFUSED = {
         twice,
     ],
     "number": [
+        lambda e, o: jax.nn.softplus(e - jnp.tile(o.mean(), e.shape[0])).mean(),
         ppo,
         lambda o, y: ce(o - o.mean(0), y).mean(),
         lambda x: jax.nn.softmax((x - x.mean(0)) / 0.1).max(1).mean(),
@@ -1014,6 +1030,11 @@ REFUSED = {
         lambda e: jax.nn.relu(e * e.max()).mean(),
     ],
     "pairs": [
+        lambda x, z: jnp.diag(x @ z[::-1].T).mean(),
+        lambda x, z: jnp.diag(jnp.exp(x @ jnp.roll(z, 1, 0).T)).mean(),
+        lambda x, z: jnp.trace(x @ z[::-1].T) / x.shape[0],
+        lambda x, z: (lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h), x[::-1]) * z).mean(),
+        lambda e, y: (e.at[y].subtract(0.5) ** 2).mean(),
         lambda x: (x @ x.T).mean(),
         lambda x, z: (lax.map(lambda q: jax.nn.logsumexp(x @ q), x) - (x * z).sum(1)).mean(),
         lambda x: lax.map(lambda q: jnp.exp(-((x - q) ** 2).sum(1)).mean(), x).mean(),
@@ -1213,7 +1234,6 @@ COUNTS = {
     "squares of their means": (lambda x: (halves(x).mean(0) ** 2).mean(), "pairs"),
     "halves by split": (lambda x: jnp.abs(jnp.subtract(*jnp.split(x, 2))).mean(), "pairs"),
     "a mean of each by split": (lambda e: jnp.subtract(*map(jnp.mean, jnp.split(e, 2))), "part"),
-    "thirds by split": (lambda e: (lambda a, _, c: (a + c).mean())(*jnp.split(e, 3)), "part"),
     "both by split": (lambda e: jnp.add(*jnp.split(e, 2)).mean(), None),
     "views by split": (lambda x, z: jnp.subtract(*map(jnp.mean, jnp.split(jnp.concatenate([x, z]), 2))), None),
     "means of their squares": (lambda x: (halves(x) ** 2).mean(0).mean(), None),
@@ -1260,6 +1280,9 @@ COUNTS = {
     "there and back": (lambda x, z: (jnp.roll(jnp.roll(x, 1, 0) * 2, -1, 0) * z).mean() * (len(x) / len(x)), None),
     "halves of two views": (lambda x, z: near_each_other(jnp.concatenate([x, z]), len(x)), None),
     "parts of both halves": (lambda e: (e[: len(e) // 2] + e[len(e) // 2 :]).mean() * 2, None),
+    "a mask of positions by numpy": (lambda e: jnp.where(np.arange(len(e)) < 4, e, 0.0).mean(), "count"),
+    "every second by numpy": (lambda e: jnp.where(np.arange(len(e)) % 2 == 0, e, -e).mean(), "count"),
+    "weights by numpy": (lambda e: (e * (np.arange(len(e)) + 1)).mean(), "count"),
     "all but the first": (lambda e: e[1:].sum() / (len(e) - 1), "part"),
     "one by one": (lambda e: e[0] / len(e) + sum(e[i] for i in range(1, len(e))) / len(e), None),
     "percent": (lambda e: 100.0 / len(e) * e.sum(), None),
@@ -1284,6 +1307,7 @@ def test_a_function_that_asks_for_its_number_of_rows(name):
 
 VECTORS = {
     "plus a root": ("vector", lambda e: e + jnp.sqrt(e.mean()), ["nonlinear"]),
+    "a root for each": ("vector", lambda e: jnp.broadcast_to(jnp.sqrt(e.mean()), e.shape), ["nonlinear"]),
     "plus a mean": ("vector", lambda e: e + e.mean(), [None]),
     "minus the mean": ("vector", lambda e: e - e.mean(), [None]),
     "the mean for each": ("vector", lambda e: jnp.broadcast_to(e.mean(), e.shape), [None]),

@@ -1099,6 +1099,11 @@ ROWS_OF_TWO = {
         lambda o: ((o[:8] - o[8:]) ** 2).mean(),
         r"outputs has the rows of several arrays",
     ),
+    "joined, then flattened": (
+        lambda w, x, z: (lambda h: h.reshape(h.shape[0], -1))(jnp.concatenate(of_two(w, x, z))[:, None]),
+        lambda o: ((o[:8] - o[8:]) ** 2).mean(),
+        r"outputs has the rows of several arrays",
+    ),
     "stacked before the rows": (
         lambda w, x, z: jnp.stack(of_two(w, x, z)).reshape(-1, 1),
         lambda o: ((o[:8] - o[8:]) ** 2).mean(),
