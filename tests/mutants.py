@@ -185,7 +185,7 @@ MUTANTS = (
     ),
     Mutant(
         "one-leaf-in-place",
-        "jdp/_core/replicate.py",
+        "jdp/_core/programs.py",
         "found[0] == where and found.count(found[0]) == len(found)",
         "where in found",
         "parameters of which one leaf is on all devices are taken as they are",
@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     Mutant(
         "donated-of-the-caller",
-        "jdp/_train/state.py",
+        "jdp/_train/program.py",
         "return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x",
         "return x",
         "a step frees arrays that the caller put into the state",

@@ -20,7 +20,7 @@ from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
 from .._processes.watch import limits
-from .inputs import name_of
+from .inputs import paths_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .replica_mesh import ReplicaMesh
 
@@ -67,7 +67,7 @@ def begin(
     if group.last is None:
         group.start(verb)
     call = group.exchange.next_call(verb)
-    gathered = group.gather(call, tuple((*_call_name(verb), *batch, size) for size in rows), seconds)
+    gathered = group.gather(call, tuple((*_digest(((verb, ""),)), *batch, size) for size in rows), seconds)
     return functools.partial(_finish, group, call, outline, failure, gathered, seconds)
 
 
@@ -224,14 +224,12 @@ def _gather_words(words: jax.Array, before: jax.Array) -> jax.Array:
     return jax.lax.all_gather(jnp.concatenate([words, number], axis=1), "replicas", tiled=True)
 
 
-_group = functools.cache(_Group)  # by mesh
+def _group(mesh: ReplicaMesh) -> _Group:
+    if mesh.gathering is None:
+        mesh.gathering = _Group(mesh)
+    return mesh.gathering
 
 
-def _call_name(verb: str) -> _Words:
-    return _digest(((verb, ""),))
-
-
-@functools.lru_cache(maxsize=256)
 def _digest(outline: Outline) -> _Words:
     """Returns a hash of 64 bits, as two words; the first is not 0."""
     first, second = np.frombuffer(hashlib.sha256(repr(outline).encode()).digest()[:8], np.uint32).tolist()
@@ -240,7 +238,8 @@ def _digest(outline: Outline) -> _Words:
 
 def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root: str | tuple[str, ...]) -> Outline:
     """Returns the containers, and of each leaf the path with its dtype and shape (`*` for rows) or its Python value."""
-    containers, paths = _containers(treedef, root)
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    containers, paths = (CONTAINERS, json.dumps(skeleton(tree))), paths_of(tree, root)
     return (containers, *[(path, _of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
 
 
@@ -251,13 +250,6 @@ def _of(x: Any, spec: Leaf) -> str:
     shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
     weak = " (of Python)" if not shape and getattr(x, "weak_type", False) else ""
     return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}{weak}"
-
-
-@functools.lru_cache(maxsize=64)
-def _containers(treedef: Any, root: str | tuple[str, ...]) -> tuple[tuple[str, str], tuple[str, ...]]:
-    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    paths = tuple(name_of(tree, i, root) for i in range(treedef.num_leaves))
-    return (CONTAINERS, json.dumps(skeleton(tree))), paths
 
 
 def skeleton(tree: Tree) -> Any:

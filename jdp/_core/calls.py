@@ -20,9 +20,8 @@ from .._jax.jaxprs import communicates
 from .._jax.private import trace_state_clean
 from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
-from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, are_freed, dispatch, is_plain, is_watched
+from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, all_lie, are_freed, dispatch, is_plain, is_watched
 from .replica_mesh import ReplicaMesh
-from .replicate import all_lie
 from .scatter import filled
 from .scattered import Scattered
 from .unread import Reads, may_hide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from .devices import Device, DeviceLike, resolve_output
 from .global_arrays import own_part, refuse_traced
 from .inputs import STACKED, check_dim, is_array, is_sparse, name_of, normal_axis, way_out
 from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, is_key
-from .programs import SIZES, dispatch
+from .programs import dispatch
 from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
-from .scatter import Cutting, split
+from .scatter import Cutting, jitted_for, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
 
 
@@ -98,14 +98,14 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     if any(concrete(x) is None for x in outputs._arrays):
         return layout.fill(trim(outputs))
     if device == "sharded":
-        return layout.fill(dispatch(_trimming(layout, True), layout.mesh, outputs._arrays))
+        return layout.fill(dispatch(jitted_for(_of_arrays, layout, trim), layout.mesh, outputs._arrays))
     target: Any = layout.devices[0] if device is None else device
     arrays: Sequence[Any] = outputs._arrays
     if {*layout.mesh.all_devices} != {target}:  # otherwise they are there already
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         bring = _through_the_host if target.platform == _HOST else _from_device_to_device
         arrays = bring(arrays, [target] * len(arrays))
-    return layout.fill(arrays if layout.is_even else _trimming(layout, False)(arrays))
+    return layout.fill(arrays if layout.is_even else jitted_for(_of_arrays, layout, unpadded)(arrays))
 
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
@@ -170,11 +170,8 @@ def _joined_parts(parts: list[list[Any]], axes: tuple[int | None, ...]) -> list[
     return [x[0] if axis is None else jnp.concatenate(x, axis) for x, axis in zip(parts, axes, strict=True)]
 
 
-@functools.lru_cache(SIZES)
-def _trimming(layout: Layout, sharded: bool) -> Any:
-    """Returns a function jitted for one layout's arrays; the cache drops it if the layout is not used for long."""
-    what = trim if sharded else unpadded
-    return jax.jit(lambda arrays: what(Scattered(arrays, layout)))
+def _of_arrays(arrays: Sequence[Any], layout: Layout, what: Callable[[Scattered], Any]) -> Any:
+    return what(Scattered(arrays, layout))
 
 
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:

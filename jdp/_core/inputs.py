@@ -183,8 +183,13 @@ def _holds_arrays(x: Any) -> bool:
 
 
 def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """Returns the path of a leaf, `args[0]['x']`; `root` names the tree, or each child of a tree that is a tuple."""
-    return _called(root, jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)[index][0])
+    """Returns the path of one leaf, as `paths_of` does."""
+    return paths_of(tree, root)[index]
+
+
+def paths_of(tree: Any, root: str | tuple[str, ...]) -> list[str]:
+    """Returns the path of each leaf, `args[0]['x']`; `root` names the tree, or each child of a tree that is a tuple."""
+    return [_called(root, path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)]
 
 
 def _called(root: str | tuple[str, ...], path: Any) -> str:

@@ -99,7 +99,7 @@ def refuse_other_axes(
     `run` is traced once more with a symbolic number of rows.
     """
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)
-    open_ones = [i for i, x in enumerate(leaves) if is_array(x) and _may_be_elsewhere(x.shape, rows, dim)]
+    open_ones = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and _may_be_elsewhere(x.shape, rows, dim)]
     if not open_ones:
         return
     traced = row_traces.trace(run, operands, cut) or row_traces.trace(run, operands, cut, row_traces.PRIMES[0])

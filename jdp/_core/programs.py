@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from .._jax.private import trace_state_clean
 from .layout import Layout, Tree
@@ -336,7 +337,7 @@ def _deliver() -> None:
 
 def _wait_for_earlier(program: Any, output: Any) -> None:
     """Keeps one output of a call that was just dispatched; if too many calls are in flight, waits for the oldest."""
-    value = concrete(output)
+    value = concrete(output) if isinstance(output, Tracer) else output
     if value is None:
         return
     _running.append((program.__name__, value))
@@ -422,6 +423,16 @@ def are_freed(leaves: Sequence[Any]) -> bool:
     except (AttributeError, TypeError):  # leaves of several types: a key among arrays; numbers, tracers
         kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # never a tracer's
         return any(x.is_deleted() for x in leaves if type(x) in kinds)
+
+
+def all_lie(leaves: list[Any], where: Any) -> bool:
+    """Returns True if all of them are arrays with that very sharding, and none is freed."""
+    try:
+        found = [x.sharding for x in leaves]
+    except AttributeError:  # numbers, numpy's arrays and tracers have none
+        return False
+    # Usually all leaves share one sharding object, which `count` compares by identity; so == runs only once.
+    return not found or found[0] == where and found.count(found[0]) == len(found) and not are_freed(leaves)
 
 
 def refuse_freed(leaves: Sequence[Any], verb: str, name: Callable[[int], str]) -> None:

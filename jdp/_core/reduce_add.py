@@ -17,8 +17,8 @@ from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
 from .inputs import name_of
 from .layout import Cut, Static, Tree, Whole, is_key
-from .programs import dispatch
-from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
+from .programs import dispatch, made_once
+from .replica_mesh import make_mesh, outside_of_mesh
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
 
@@ -72,7 +72,8 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     refuse_traced(s._arrays, layout.mesh, "reduce_add")
     if any(concrete(x) is None for x in s._arrays):
         return layout.fill(_sums_of_leaves(s))
-    sums = dispatch(_summing(layout.mesh), layout.mesh, s)
+    make = lambda _: layout.mesh.same_program(_sum_everywhere, ("outputs",))  # noqa: E731
+    sums = dispatch(made_once(_sum_everywhere, layout.mesh, make), layout.mesh, s)
     if not everywhere and sums:
         whole = layout.mesh.own.devices[0] if target is None else target
         sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
@@ -106,11 +107,6 @@ def _sums_of_leaves(s: Scattered) -> list[Any]:
 @jax.jit
 def _sum_everywhere(s: Scattered) -> list[Any]:
     return [jax.lax.with_sharding_constraint(x, s._layout.mesh.replicated) for x in _sums_of_leaves(s)]
-
-
-@functools.cache
-def _summing(mesh: ReplicaMesh) -> Any:
-    return mesh.same_program(_sum_everywhere, ("outputs",))
 
 
 def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:

@@ -33,7 +33,7 @@ class ReplicaMesh:
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
         *("processes", "spans_processes", "exchange", "own_indices", "is_described", "may_deadlock"),
-        *("inside", "along", "replicated", "sums_in_32_bits", "_own"),
+        *("inside", "along", "replicated", "sums_in_32_bits", "gathering", "_own"),
     )
 
     def __init__(self, mesh: Mesh, axis_name: str) -> None:
@@ -68,6 +68,8 @@ class ReplicaMesh:
         # XLA's CPU compiler widens sums of 16 bits. If the sum is over a Manual axis of a mesh that also has Auto axes,
         # the compiler crashes, so jdp widens the values itself.
         self.sums_in_32_bits: bool = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
+        self.gathering: Any = None
+        """How its processes gather a few words; made by `agreement.py`."""
         self._own: ReplicaMesh | None = None
         # The mesh inside of a replica's program, where the compiler partitions over the inner axes alone.
         manual = {axis_name: AxisType.Manual} if self.size > 1 else {}

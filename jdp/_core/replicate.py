@@ -17,7 +17,7 @@ from .fingerprint import compare_processes
 from .global_arrays import own_copies, put, refuse_traced
 from .inputs import classify, refuse_deep
 from .layout import Tree
-from .programs import are_freed, capturing, refuse_freed
+from .programs import all_lie, capturing, refuse_freed
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
 from .scattered import concrete, has_values, is_scattered, put_all
 from .shards import axis_for_parameter, cut_axis_of, refuse_too_large, shard
@@ -150,16 +150,6 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         compare_processes(tree, mesh, verb, root)
     return jax.tree.map(place, tree)
-
-
-def all_lie(leaves: list[Any], where: Sharding) -> bool:
-    """Returns True if all of them are arrays with that very sharding, and none is freed."""
-    try:
-        found = [x.sharding for x in leaves]
-    except AttributeError:  # numbers, numpy's arrays and tracers have none
-        return False
-    # Usually all leaves share one sharding object, which `count` compares by identity; so == runs only once.
-    return not found or found[0] == where and found.count(found[0]) == len(found) and not are_freed(leaves)
 
 
 def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:

@@ -239,19 +239,18 @@ def _on_mesh(s: Scattered, how: Cutting) -> Scattered:
             f"jdp.{how.verb}: an input is scattered over ({names_of(s.devices)}), the call runs on "
             f"({names_of([*how.mesh.devices])}); one call runs on one set of devices. Scatter it over these."
         )
-    refuse_other_replicas(s, how)
+    if s._layout.per_device != how.per_device:
+        raise other_replicas(s, how.verb, how.per_device)
     return s
 
 
-def refuse_other_replicas(s: Scattered, how: Cutting) -> None:
-    """Raises a `ValueError` for a `Scattered` over another number of replicas on the same devices."""
-    found, n = s._layout.per_device, how.mesh.size
-    if found != how.per_device:
-        raise ValueError(
-            f"jdp.{how.verb}: an input is scattered over {found * n} replicas on {n} devices, the call runs on "
-            f"{how.per_device * n}; one call has one number of replicas. Pass the array itself, or scatter it with "
-            f"dp.prefetch."
-        )
+def other_replicas(s: Scattered, verb: str, per_device: int) -> ValueError:
+    """Returns the error for a `Scattered` over another number of replicas on the same devices."""
+    n = s._layout.mesh.size
+    return ValueError(
+        f"jdp.{verb}: an input is scattered over {s._layout.per_device * n} replicas on {n} devices, the call runs on "
+        f"{per_device * n}; one call has one number of replicas. Pass the array itself, or scatter it with dp.prefetch."
+    )
 
 
 def _look(
@@ -360,9 +359,10 @@ def _pad_leaf(x: Any, leaf: Leaf, n: int) -> Any:
     if not isinstance(leaf, Cut) or x.shape[leaf.axis] != sum(leaf.sizes):  # it came scattered, and is padded already
         return x
     x = in_host_memory(x)
-    return pad(x, leaf, n) if isinstance(x, np.ndarray) else _padding(leaf, n)(x)
+    return pad(x, leaf, n) if isinstance(x, np.ndarray) else jitted_for(pad, leaf, n)(x)
 
 
 @functools.lru_cache(SIZES)
-def _padding(leaf: Cut, n: int) -> Any:
-    return jax.jit(lambda x: pad(x, leaf, n))
+def jitted_for(fn: Callable[..., Any], *static: Any) -> Any:
+    """Returns `fn(x, *static)`, jitted, as a function of x; the cache drops it if it is not used for long."""
+    return jax.jit(lambda x: fn(x, *static))

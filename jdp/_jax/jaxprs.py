@@ -7,7 +7,6 @@ for the modules that build on this one: `rewrites.py`, `segments.py`, `pieces.py
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -156,7 +155,6 @@ def _is_ordered(effect: Any) -> bool:
     return isinstance(effect, _ordered_effects())
 
 
-@functools.cache
 def _ordered_effects() -> tuple[type, ...]:
     # JAX has no public name for these types, so they are taken from an ordered print and an ordered callback.
     traced = [

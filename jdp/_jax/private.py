@@ -64,7 +64,6 @@ arguments of a call do not tell: a function may close over tracers.
 """
 
 
-@functools.cache
 def _clean_state() -> Any:
     states: list[Any] = []
     thread = threading.Thread(target=lambda: states.append(jax.extend.core.get_opaque_trace_state()))

@@ -24,17 +24,16 @@ from .._core.devices import (
     warn_imbalance,
 )
 from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
-from .._core.layout import Tree, Whole
+from .._core.layout import Tree
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Layouts, ReplicaProgram, capturing, made_once
 from .._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh, will_run
-from .._core.replicate import broadcast
 from .._core.scatter import Cutting, split
-from .._core.scattered import Scattered, children, leaf_by_leaf, placed
+from .._core.scattered import Scattered, leaf_by_leaf, placed
 from .._core.unread import reading
 from .linen import is_stateful, linen_function, mark_outputs
-from .nnx import Held, filters_of, put_nodes, take_nodes, with_nodes
+from .nnx import filters_of, put_nodes, take_nodes, with_nodes
 
 ModuleKind = Literal["linen", "nnx", "function"]
 
@@ -374,19 +373,3 @@ def axes_of_batch(config: Config, batch: Tree, in_axes: Tree = None) -> Tree:
     if in_axes is None and not fits:
         return axes[0] if axes else config.dim
     return type(batch)(axes) if type(batch) in (tuple, list) else axes
-
-
-def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
-    """Returns a scattered batch together with its NNX objects, as `Held`; the objects' state is replicated."""
-    layout = rows._layout
-    state = broadcast(state, layout.mesh, verb)
-    arrays = jax.tree.leaves(state)
-    tree = Held(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
-    leaves = (*layout.leaves, *[Whole()] * len(arrays))
-    return Scattered((*rows._arrays, *arrays), layout.of(jax.tree.structure(tree), leaves))
-
-
-def nodes_of(batch: Scattered) -> tuple[Scattered, Held | None]:
-    """Returns a training step's batch without its NNX objects, and all of it as `Held`; None if it has no objects."""
-    tree = batch._layout.fill(batch._arrays)
-    return (children(batch)[0], tree) if isinstance(tree, Held) else (batch, None)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from .._core.global_arrays import put
 from .._core.layout import Layout, Shard, Tree, Whole
-from .._core.scattered import Scattered, trim
+from .._core.replicate import broadcast
+from .._core.scattered import Scattered, children, trim
 from .._core.shards import as_shards, axis_for_parameter
 from .._jax.pieces import run_over
-from .._model.config import Config, nodes_of
+from .._model.config import Config
 from .._model.nnx import Held, with_updates
 from .compiler_options import CompilerOptions
 from .criterion import gradients_on_replicas
@@ -118,13 +118,6 @@ class Computation:
             return x if getattr(x, "sharding", None) == to else put(x, to)
 
         return jax.tree.map(place, self.shardings(state), state)
-
-    @staticmethod
-    def view_of_state(state: Tree) -> Tree:
-        """Returns the inexact arrays of the state that the loss updates, by path: no counts, no keys."""
-        tree = state if isinstance(state, Mapping) else nnx.as_pure(state.variables)
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
 
     def step(self, state: TrainState, batch: Scattered) -> tuple[TrainState, dict[str, Any], Tree]:
         """Computes the new parameters from the old ones and the gradient of the mean over the whole batch."""
@@ -303,3 +296,19 @@ def _jit(
         out_shardings=to,
         compiler_options=options or None,
     )
+
+
+def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scattered:
+    """Returns a scattered batch together with its NNX objects, as `Held`; the objects' state is replicated."""
+    layout = rows._layout
+    state = broadcast(state, layout.mesh, verb)
+    arrays = jax.tree.leaves(state)
+    tree = Held(jax.tree.unflatten(layout.treedef, [0] * layout.treedef.num_leaves), graph, state)
+    leaves = (*layout.leaves, *[Whole()] * len(arrays))
+    return Scattered((*rows._arrays, *arrays), layout.of(jax.tree.structure(tree), leaves))
+
+
+def nodes_of(batch: Scattered) -> tuple[Scattered, Held | None]:
+    """Returns a training step's batch without its NNX objects, and all of it as `Held`; None if it has no objects."""
+    tree = batch._layout.fill(batch._arrays)
+    return (children(batch)[0], tree) if isinstance(tree, Held) else (batch, None)

@@ -107,7 +107,7 @@ def gradients_on_replicas(
     `gradients` explains the first four arguments, `on_replicas` the others.
     """
     directly = on_replicas(gradients(loss, steps, wire, scatter), label, gather, verb)
-    passes = Passes(loss, steps, wire, scatter, label, gather, verb)
+    made: list[Passes] = []  # at the first call that needs them
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         if loss.criterion is None:
@@ -115,6 +115,8 @@ def gradients_on_replicas(
                 return _settled(directly(replicas, inputs, kwargs))
             except SeveralTerms:
                 pass
+        passes = made[0] if made else Passes(loss, steps, wire, scatter, label, gather, verb)
+        made[:] = [passes]
         if passes.can_be_one(replicas, inputs):
             try:
                 return passes.in_one(replicas, inputs, kwargs)

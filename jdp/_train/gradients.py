@@ -44,6 +44,10 @@ class Gradients(NamedTuple):
     counts: list[Any]  # nothing reads them here, but a divisor (`Marked.over`) must itself be an output
 
 
+Traces = Recent[Any, dict[int, Traced | None]]
+"""The traces of a loss for any number of rows, by what they depend on."""
+
+
 class Loss(NamedTuple):
     """A user's loss function, for any kind of model.
 
@@ -59,7 +63,7 @@ class Loss(NamedTuple):
     compute: Callable[[Tree, Held, Sequence[Any], dict[str, Any]], tuple[Any, Tree, Held]]
     verb: str
     leave: Callable[[Held, Held], Tree]
-    traces: Recent[Any, dict[int, Traced | None]]
+    traces: Traces
     rows: tuple[int, ...] = ()
     sync: bool = False  # whether its BatchNorms are synchronised
     inspect: Callable[[Any, Sequence[Any]], None] | None = None  # gets its jaxpr, and the whole leaves of `diff`

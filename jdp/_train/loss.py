@@ -20,12 +20,11 @@ from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outputs import Reduce
 from .._core.parallel_apply import explain_values
-from .._core.programs import Recent
 from .._core.unread import reading
 from .._model.linen import mark_state, unbox
 from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins
 from .._model.sync_batch_norm import synced
-from .gradients import Gradients, Loss
+from .gradients import Gradients, Loss, Traces
 from .state import VERB, first_difference
 from .terms import described, finished, is_number
 
@@ -167,7 +166,7 @@ def loss_of(
         return checked_scalar(loss, verb), finished(aux)
 
     left = functools.partial(leave, reduce=reduce_state)
-    loss = Loss(compute, verb, left, Recent(), tuple(roles.rows.values()), sync)
+    loss = Loss(compute, verb, left, Traces(), tuple(roles.rows.values()), sync)
     is_direct = any(position for position, _, _ in roles.wanted)
     return loss if criterion is None else loss._replace(criterion=run_criterion, is_direct=is_direct)
 
@@ -371,7 +370,7 @@ def variables_loss(
             args = put_nodes(args, own_nodes(held.graph, (held.variables,)))
         return of_criterion(criterion, outputs, args, reserved)
 
-    return Loss(compute, VERB, leave_all, Recent(), sync=sync, criterion=None if criterion is None else run_criterion)
+    return Loss(compute, VERB, leave_all, Traces(), sync=sync, criterion=None if criterion is None else run_criterion)
 
 
 @contextlib.contextmanager

@@ -20,11 +20,11 @@ from .._core.programs import are_freed
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
 from .._jax.private import trace_state_clean
-from .._model.config import Wrapper, with_objects
+from .._model.config import Wrapper
 from .._model.nnx import own_values, take_nodes
 from .._page import Page, in_notebook
 from .check import LossCheck, checked
-from .computation import of_model
+from .computation import of_model, with_objects
 from .loss import (
     FORMS,
     Replicated,
@@ -253,7 +253,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             raise was_donated(state, "model")
         if not self._results.has(leaves):
             self._program.note_shardings(params, held)
-            state = self._program.placed(state, self._owned(donates))
+            state = self._program.placed(state, self._results.owned(donates))
             leaves = jax.tree.leaves(state)
         return state, scattered, (leaves, treedef), nodes
 

@@ -9,7 +9,9 @@ ordinary path. If a batch has to be padded, JAX sees the padded arrays only; the
 
 from __future__ import annotations
 
+import operator
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +58,7 @@ from .computation import (
 from .deterministic import Copies, Deterministic
 from .gradients import Loss
 from .nonfinite import Nonfinite, flags_on_replicas, report
-from .state import LastResults, TrainState, was_donated
+from .state import TrainState, was_donated
 from .state_shardings import inner_shardings_of, on_other_mesh
 from .step_options import StepOptions
 
@@ -289,6 +291,55 @@ def _with_own_rows(out: Any) -> Any:
 def takes_options(mesh: ReplicaMesh) -> bool:
     """Returns True if the compiler is told how to combine the gradients that are sent: on several GPUs."""
     return mesh.size > 1 and mesh.devices[0].platform == "gpu"
+
+
+class LastResults:
+    """The last results of a step. Only arrays that a step made may be donated to the next; others are copied first."""
+
+    def __init__(self, donates: bool) -> None:
+        self.last: Any = None  # as the user received it
+        self.leaves: Sequence[Any] = ()  # of the state
+        self._donates = donates
+        if donates:
+            _steps.add(self)
+
+    def keep(self, last: Any, leaves: Sequence[Any]) -> None:
+        """Remembers the results of a step."""
+        if self._donates and self.leaves and not self.leaves[0].is_deleted():
+            # A state other than the last went in, so the last is not freed, and can still be passed to a step.
+            _older.update((id(x), x) for x in self.leaves)
+        self.last, self.leaves = last, leaves
+
+    def has(self, leaves: Sequence[Any]) -> bool:
+        """Returns True if the step returned these leaves last. Every step calls it, so no Python code runs per leaf."""
+        return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
+
+    def owned(self, donates: bool) -> Callable[[Any], Any]:
+        """Returns a function that returns arrays made by a step unchanged (once), and copies others before donation.
+
+        Without `donates` it copies nothing.
+        """
+        if not (donates and self._donates):
+            return lambda x: x
+        made: set[int] | None = None
+
+        def owned(x: Any) -> Any:
+            nonlocal made
+            if made is None:  # on the first call only: a step on the state that it returned last makes none
+                made = {id(x) for step in _steps for x in step.leaves}.union(_older)
+            if id(x) in made:
+                made.discard(id(x))  # one array cannot be donated in two places
+                return x
+            if isinstance(x, np.ndarray):
+                return x.copy()  # because JAX may use its memory without a copy
+            return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
+
+        return owned
+
+
+_steps: weakref.WeakSet[LastResults] = weakref.WeakSet()
+_older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Arrays, by id, that steps returned before their last results, and that are not donated yet."""
 
 
 def run_known_step(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,7 +19,6 @@ from .._core.inputs import is_unbound_axis
 from .._core.layout import Tree
 from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
-from .._core.scattered import Scattered
 from .._jax.jaxprs import filled_with
 from .._jax.private import trace_state_clean
 from .._page import Page, in_notebook
@@ -181,52 +178,6 @@ def refuse_no_arrays(state: Tree) -> None:
                 f"jdp.train_step: state{jax.tree_util.keystr(path)} is a {type(x).__name__}; a state has only arrays. "
                 f"Pass a state that step.init made, or one restored into its shape."
             )
-
-
-class LastResults:
-    """The last results of a step. Only arrays that a step made may be donated to the next; others are copied first."""
-
-    def __init__(self, donates: bool) -> None:
-        self.last: Any = None  # as the user received it
-        self.leaves: Sequence[Any] = ()  # of the state
-        self._donates = donates
-        if donates:
-            _steps.add(self)
-
-    def keep(self, last: Any, leaves: Sequence[Any]) -> None:
-        """Remembers the results of a step."""
-        if self._donates and self.leaves and not self.leaves[0].is_deleted():
-            # A state other than the last went in, so the last is not freed, and can still be passed to a step.
-            _older.update((id(x), x) for x in self.leaves)
-        self.last, self.leaves = last, leaves
-
-    def has(self, leaves: Sequence[Any]) -> bool:
-        """Returns True if the step returned these leaves last. Every step calls it, so no Python code runs per leaf."""
-        return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
-
-    def owned(self) -> Callable[[Any], Any]:
-        """Returns a function that returns arrays made by a step unchanged (once), and copies others before donation."""
-        if not self._donates:
-            return lambda x: x
-        made: set[int] | None = None
-
-        def owned(x: Any) -> Any:
-            nonlocal made
-            if made is None:  # on the first call only: a step on the state that it returned last makes none
-                made = {id(x) for step in _steps for x in step.leaves}.union(_older)
-            if id(x) in made:
-                made.discard(id(x))  # one array cannot be donated in two places
-                return x
-            if isinstance(x, np.ndarray):
-                return x.copy()  # because JAX may use its memory without a copy
-            return jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
-
-        return owned
-
-
-_steps: weakref.WeakSet[LastResults] = weakref.WeakSet()
-_older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Arrays, by id, that steps returned before their last results, and that are not donated yet."""
 
 
 def too_many(more: Sequence[Any], spelling: str) -> TypeError:
@@ -423,8 +374,8 @@ def shapes_of(tree: Tree) -> Tree:
     )
 
 
-def refuse_no_rows(verb: str, inputs: Scattered) -> None:
-    if inputs._layout.is_cut and not sum(inputs._layout.sizes):
-        raise ValueError(
-            f"jdp.{verb}: the batch has 0 rows; a mean over no rows is not a number. Skip it, or pass 1 row or more."
-        )
+def no_rows(verb: str) -> ValueError:
+    """Returns the error for a batch without rows."""
+    return ValueError(
+        f"jdp.{verb}: the batch has 0 rows; a mean over no rows is not a number. Skip it, or pass 1 row or more."
+    )

@@ -22,17 +22,16 @@ from .._core.replicate import broadcast, sharded
 from .._core.scattered import Scattered, placed
 from .._core.shards import cut_axis_of
 from .._jax.private import trace_state_clean
-from .._model.config import Wrapper, scatter_batch, with_objects
+from .._model.config import Wrapper, scatter_batch
 from .._model.nnx import own_values
 from .check import LossCheck, checked
-from .computation import Flat
+from .computation import Flat, with_objects
 from .gradients import Loss
 from .loss import check_signature, variables_loss
 from .nonfinite import Nonfinite
-from .program import Program, remember_step, run_known_step
+from .program import LastResults, Program, remember_step, run_known_step
 from .state import (
     VERB,
-    LastResults,
     TrainState,
     check_optimizer,
     checked_key,
@@ -42,10 +41,10 @@ from .state import (
     first_state,
     first_values,
     interrupted,
+    no_rows,
     no_state,
     opt_shapes,
     refuse_no_arrays,
-    refuse_no_rows,
     shapes_of,
     too_many,
     was_donated,
@@ -117,10 +116,6 @@ class Step(Generic[Last]):
             text = f"jdp.{VERB}: a {type(self).__name__} has no attribute {name!r}; it has {', '.join(has)}. {way}."
             raise AttributeError(text, name=name, obj=self)
 
-    def _owned(self, donates: bool) -> Callable[[Any], Any]:
-        """Returns a function that copies what a step must not donate; without `donates`, one that copies nothing."""
-        return self._results.owned() if donates else lambda x: x
-
     def _scattered(self, batch: Tree) -> tuple[Scattered, list[Any]]:
         """Returns the batch, cut, and the NNX objects in it."""
         known = known_batch(self._batches, batch)
@@ -129,7 +124,8 @@ class Step(Generic[Last]):
         config = self._program.config
         config.refuse_other_mesh()
         scattered, objects = scatter_batch(config, batch, VERB, self._in_axes, self._layouts)
-        refuse_no_rows(VERB, scattered)
+        if scattered._layout.is_cut and not any(scattered._layout.sizes):
+            raise no_rows(VERB)
         if not objects:
             remember_batch(self._batches, batch, scattered)
         return scattered, list(objects.values())
@@ -358,7 +354,7 @@ class TrainStep(Step[TrainState]):
         scattered, nodes = self._scattered(batch)
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
-        owned = self._owned(donates)
+        owned = self._results.owned(donates)
         if state is None or state is not self._results.last:
             state = self._checked(state, owned)
             return state, scattered, jax.tree.flatten(state), nodes

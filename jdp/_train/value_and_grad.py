@@ -30,7 +30,7 @@ from .criterion import gradients_on_replicas
 from .forms import loss_value
 from .gradients import Gradients
 from .loss import Replicated, Roles, assign_roles, called, checked_criterion, checked_scalar, gradient_trees, loss_of
-from .state import refuse_no_rows
+from .state import no_rows
 from .terms import finished, is_term
 
 VERB = "value_and_grad"
@@ -289,7 +289,8 @@ def _by_roles(
     roots = ("args", "kwargs")
     how = Cutting(config.mesh, config.dim, VERB, roots, axes=where, place=False, replicas=config.replicas)
     inputs = split((given, kwargs), how)
-    refuse_no_rows(VERB, inputs)
+    if inputs._layout.is_cut and not any(inputs._layout.sizes):
+        raise no_rows(VERB)
     if rows and options.accumulate_steps > 1:
         raise ValueError(
             f"jdp.{VERB}: argnums names an argument that is cut, and accumulate_steps is {options.accumulate_steps}; "

@@ -83,17 +83,21 @@ def evaluate(dp: Wrapper[object], metrics_fn: Callable[..., Mapping[str, Any]], 
     config.refuse_state_axes(VERB)
     variables, nodes = take_nodes(variables, verb=VERB, root="variables")
     variables = put_nodes(broadcast(variables, config.mesh, VERB, "variables"), nodes)
-    total = _Total()
-    waiting: collections.deque[tuple[Scattered, float]] = collections.deque()
-    for batch in batches if isinstance(batches, Batches | Prefetched) else prefetch(dp, batches):
-        found = _dispatch_batch(config, metrics_fn, variables, batch)
-        if found is not None:
-            waiting.append(found)
-        if len(waiting) > _IN_FLIGHT:
-            total.add(*waiting.popleft())
-    while waiting:
-        total.add(*waiting.popleft())
-    return total.value()
+
+    def results() -> Iterator[tuple[Scattered, float]]:
+        """Yields what the program of each batch returns, and the batch's number of rows."""
+        waiting: collections.deque[tuple[Scattered, float]] = collections.deque()
+        for batch in batches if isinstance(batches, Batches | Prefetched) else prefetch(dp, batches):
+            found = _dispatch_batch(config, metrics_fn, variables, batch)
+            if found is not None:
+                waiting.append(found)
+            del found  # or the results of a batch would stay until the next ones come
+            if len(waiting) > _IN_FLIGHT:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+
+    return _added_up(results())
 
 
 def _arguments(dp: Wrapper[object], metrics_fn: Any, arguments: Sequence[Any]) -> tuple[Tree, Iterable[Tree]]:
@@ -200,65 +204,53 @@ def _totals(loss: Loss) -> CallOf:
     return call_of
 
 
-class _Total:
-    """Adds up the results of the batches, on the host."""
-
-    def __init__(self) -> None:
-        self._forms: Forms | None = None
-        self._shapes: list[list[Any]] = []  # by metric: the shapes of its sums, or of an entry
-        self._sums: list[Any] = []
-        self._rows: list[list[np.ndarray]] = []
-        self._count = 0.0
-
-    def add(self, found: Scattered, count: float) -> None:
-        """Adds one batch of `count` rows, and waits for it."""
+def _added_up(results: Iterable[tuple[Scattered, float]]) -> dict[str, Any]:
+    """Returns the metrics of all rows, given those of each batch and its number of rows; adds up on the host."""
+    first: tuple[Forms, list[list[Any]]] | None = None  # and by metric: the shapes of its sums, or of an entry
+    sums: list[Any] = []
+    rows: list[list[np.ndarray]] = []
+    count = 0.0
+    for found, of_batch in results:
         *arrays, forms = join(found, None)
-        sums, rows = ([np.asarray(x) for x in part] for part in arrays)
-        shapes = list(_metric_shapes(forms, iter(sums), iter(rows)))
-        if self._forms is None:
-            self._forms, self._shapes = forms, shapes
-            self._sums, self._rows = [0] * len(sums), [[] for _ in rows]
-        self._refuse_others(forms, shapes)
-        self._count += count
-        self._sums = [a + b.astype(_host_dtype(b.dtype)) for a, b in zip(self._sums, sums, strict=True)]
-        for entries, x in zip(self._rows, rows, strict=True):
-            entries.append(x)
+        summed, entries = ([np.asarray(x) for x in part] for part in arrays)
+        now = forms, list(_metric_shapes(forms, iter(summed), iter(entries)))
+        if first is None:
+            first, sums, rows = now, [0] * len(summed), [[] for _ in entries]
+        if now != first:
+            _refuse_others(first, now)
+        count += of_batch
+        sums = [a + b.astype(_host_dtype(b.dtype)) for a, b in zip(sums, summed, strict=True)]
+        for kept, x in zip(rows, entries, strict=True):
+            kept.append(x)
+    if first is None:
+        raise ValueError(f"jdp.{VERB}: the batches have no rows; metrics of none are no numbers. Pass 1 row or more.")
+    (forms, _), totals, joined = first, iter(sums), iter(rows)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a mean over nothing is nan, as on a device
+        values = [
+            _host(form.value(totals, count)) if form.axis is None else np.concatenate(next(joined), form.axis)
+            for form in forms.each
+        ]
+    _, metrics = jax.tree.unflatten(forms.treedef, values)
+    return metrics
 
-    def value(self) -> dict[str, Any]:
-        """Returns the metrics of all rows."""
-        if self._forms is None:
-            raise ValueError(
-                f"jdp.{VERB}: the batches have no rows; metrics of none are no numbers. Pass 1 row or more."
-            )
-        sums, rows = iter(self._sums), iter(self._rows)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a mean over nothing is nan, as on a device
-            values = [
-                _host(form.value(sums, self._count)) if form.axis is None else np.concatenate(next(rows), form.axis)
-                for form in self._forms.each
-            ]
-        _, metrics = jax.tree.unflatten(self._forms.treedef, values)
-        return metrics
 
-    def _refuse_others(self, forms: Forms, shapes: list[list[Any]]) -> None:
-        """Raises a `ValueError` for metrics that are not those of the batches before."""
-        first = self._forms
-        if first is None or (forms, shapes) == (first, self._shapes):
-            return
-        before, now = ({*_names_of_forms(x)} for x in (first, forms))
-        if before != now:
-            name = min(before ^ now)
+def _refuse_others(first: tuple[Forms, list[list[Any]]], later: tuple[Forms, list[list[Any]]]) -> None:
+    """Raises a `ValueError` for metrics that are not those of the first batch."""
+    before, now = ({*_names_of_forms(forms)} for forms, _ in (first, later))
+    if before != now:
+        name = min(before ^ now)
+        raise ValueError(
+            f"jdp.{VERB}: metrics{name} is {'only' if name in now else 'not'} in a later batch; each batch has the "
+            f"same metrics, which are added up. Return all of them for each batch."
+        )
+    (old_forms, old_shapes), (new_forms, new_shapes) = first, later
+    each = zip(old_forms.each, old_shapes, new_forms.each, new_shapes, strict=True)
+    for name, (old, a, new, b) in zip(_names_of_forms(old_forms), each, strict=True):
+        if (old, a) != (new, b):
             raise ValueError(
-                f"jdp.{VERB}: metrics{name} is {'only' if name in now else 'not'} in a later batch; each batch has the "
-                f"same metrics, which are added up. Return all of them for each batch."
+                f"jdp.{VERB}: metrics{name} is {_described(old, a)}, and in a later batch {_described(new, b)}; "
+                f"metrics of several batches are added up, or joined along their rows. Return one form and shape."
             )
-        for name, old, new, a, b in zip(
-            _names_of_forms(first), first.each, forms.each, self._shapes, shapes, strict=True
-        ):
-            if (old, a) != (new, b):
-                raise ValueError(
-                    f"jdp.{VERB}: metrics{name} is {_described(old, a)}, and in a later batch {_described(new, b)}; "
-                    f"metrics of several batches are added up, or joined along their rows. Return one form and shape."
-                )
 
 
 def _metric_shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.ndarray]) -> Iterator[list[Any]]:

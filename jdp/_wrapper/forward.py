@@ -22,7 +22,7 @@ from .._core.parallel_apply import in_replica
 from .._core.programs import FlatProgram, dispatch
 from .._core.replica_mesh import ReplicaMesh, outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
-from .._core.scatter import Cutting, refuse_other_replicas, split
+from .._core.scatter import Cutting, other_replicas, split
 from .._core.scattered import Scattered, children, concrete, holds_scattered, map_scattered, on_mesh
 from .._core.unread import unread
 from .._jax.private import trace_state_clean
@@ -293,8 +293,8 @@ def run_module(dp: Wrapper[object], replicas: Tree, inputs: Scattered, kwargs: S
         kwargs = scatter_list(kwargs or [{}], config.mesh, config.dim, "kwargs", config.replicas)
     mesh = config.mesh
     inputs, kwargs = (s if s._layout.mesh is mesh else on_mesh(s, mesh) for s in (inputs, kwargs))
-    if inputs._layout.mesh is mesh:
-        refuse_other_replicas(inputs, Cutting(mesh, config.dim, "DataParallel", "inputs", replicas=config.replicas))
+    if inputs._layout.mesh is mesh and inputs._layout.per_device != config.per_device:
+        raise other_replicas(inputs, "DataParallel", config.per_device)
     program = config.program(dp.module, type(replicas) is Held)
     return dispatch(program, inputs._layout.mesh, replicas, inputs, kwargs)
 

@@ -126,7 +126,6 @@ def test_without_trace_state_clean(monkeypatch, want, first):
     users = [m for m in list(sys.modules.values()) if getattr(m, "__name__", "").startswith("jdp.")]
     for module in (module for module in users if hasattr(module, "trace_state_clean")):
         monkeypatch.setattr(module, "trace_state_clean", private.is_clean)
-    private._clean_state.cache_clear()
     if first == "jit":
         jax.jit(lambda x: [x, private.is_clean()][0])(1)
     assert states(private.is_clean) == STATES

@@ -263,7 +263,7 @@ def test_one_step_on_several_states_copies_nothing(n, copies):
 
 
 def test_what_is_kept_of_several_states_goes_with_them():
-    from jdp._train.state import _older
+    from jdp._train.program import _older
 
     others = set(_older)  # of other tests
     step = step_of()
