@@ -115,8 +115,9 @@ def gradients_on_replicas(
                 return _settled(directly(replicas, inputs, kwargs))
             except SeveralTerms:
                 pass
-        passes = made[0] if made else Passes(loss, steps, wire, scatter, label, gather, verb)
-        made[:] = [passes]
+        if not made:
+            made.append(Passes(loss, steps, wire, scatter, label, gather, verb))
+        passes = made[0]
         if passes.can_be_one(replicas, inputs):
             try:
                 return passes.in_one(replicas, inputs, kwargs)
