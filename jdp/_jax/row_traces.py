@@ -119,10 +119,11 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
+        is_unknown = any(v.kind == Kind.UNKNOWN for v in values)
         is_shared = any(v.kind == Kind.SHARED and not (v.share and v.of_share) for v in values)
         for i, value in enumerate(values):
             fault = value.fault or value.share and value.of_share
-            is_accepted = is_shared or value.kind == Kind.UNKNOWN and fault is None
+            is_accepted = is_shared or fault is None and is_unknown
             if kind in ("rows", "vector"):
                 fault = value.fault if kind == "vector" and value.kind == Kind.SUMMED else value.if_added_up
                 centred = value.if_multiplied if kind == "rows" else None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from .._core.layout import Cut, Layout, Tree, is_key
 from .._core.replica_mesh import ReplicaMesh, make_mesh
@@ -18,7 +16,7 @@ from .._jax.jaxprs import equations, reached
 from .followed import ON_BATCH
 from .gradients import Gradients
 from .program import Program
-from .state import TrainState
+from .state import TrainState, view_of_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _compared(found: Gradients, expected: Gradients, program: Program, narrowest
 
 def _compared_parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
     (loss, metrics), (state, _) = found.out, found.state
-    return loss, metrics, _view_of_state(state), program.view(found.grads)
+    return loss, metrics, view_of_state(state), program.view(found.grads)
 
 
 def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
@@ -199,10 +197,3 @@ def _traced(program: Program, state: TrainState, batch: Scattered) -> tuple[bool
     dtypes = {v.aval.dtype for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
     rounding = [float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
     return any(keys) and reached(jaxpr, keys)[0], max(rounding, default=0.0)
-
-
-def _view_of_state(state: Tree) -> Tree:
-    """Returns the inexact arrays of the state that the loss updates, by path: no counts, no keys."""
-    tree = state if isinstance(state, Mapping) else nnx.as_pure(state.variables)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}

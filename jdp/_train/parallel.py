@@ -137,10 +137,8 @@ def parallel(
         cut = tuple(None if p in whole else x for p, x in enumerate(args))
         how = Cutting(mesh, dim, VERB, ("args", "kwargs"), place=False, replicas=config.replicas)
         with alone:
-            replicas = _replicas(whole, nodes, donated, mesh)
             scattered = _scattered_arguments(cut, kwargs, axes, how, by_default=in_axes is None)
-            if donated:
-                replicas = _donated_once(*replicas, scattered._arrays)
+            replicas = _replicas(whole, nodes, donated, mesh, scattered._arrays)
             out, updates = join(dispatch(program, mesh, replicas, *children(scattered)), "sharded")
         if nodes:
             nnx.update(nodes, updates)
@@ -197,8 +195,13 @@ def _axes_of_arguments(
     return tuple(None if p in static else axis for p, axis in enumerate(given))
 
 
-def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: ReplicaMesh) -> Replicas:
-    """Replicates the arguments that are not cut: returns those that are donated, and the rest with the NNX objects."""
+def _replicas(
+    whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, ...], mesh: ReplicaMesh, cut: Sequence[Any]
+) -> Replicas:
+    """Replicates the arguments that are not cut: returns those that are donated, and the rest with the NNX objects.
+
+    `cut` are the arrays of the other arguments.
+    """
     whole = _without_objects(whole)
     _refuse_deleted({p: x for p, x in whole.items() if p in donate}, mesh)
     placed = broadcast(whole, mesh, VERB, "args")
@@ -207,7 +210,7 @@ def _replicas(whole: dict[int, Tree], nodes: Sequence[Any], donate: tuple[int, .
     donated = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), donated, given)
     held = {p: x for p, x in placed.items() if p not in donate}
     graph, state = nnx.split(nodes) if nodes else (None, None)
-    return donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects"))
+    return _donated_once(donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects")), cut)
 
 
 def _donated_once(donated: dict[int, Tree], held: Held, arrays: Sequence[Any]) -> Replicas:

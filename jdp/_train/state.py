@@ -379,3 +379,10 @@ def no_rows(verb: str) -> ValueError:
     return ValueError(
         f"jdp.{verb}: the batch has 0 rows; a mean over no rows is not a number. Skip it, or pass 1 row or more."
     )
+
+
+def view_of_state(state: Tree) -> Tree:
+    """Returns the inexact arrays of the state that the loss updates, by path: no counts, no keys."""
+    tree = state if isinstance(state, Mapping) else nnx.as_pure(state.variables)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
