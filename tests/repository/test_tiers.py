@@ -92,6 +92,17 @@ def test_a_run_ends_though_workers_crash(tmp_path, n):
     assert "3 failed, 17 passed" in done.stdout, done.stdout[-3000:]
 
 
+@pytest.mark.full
+def test_a_run_passes_where_ctrl_c_is_ignored():
+    """As in a script that starts it with &: the tests send Ctrl-C to processes that they start."""
+    ignored = "import signal, sys, pytest; signal.signal(2, signal.SIG_IGN); sys.exit(pytest.main(sys.argv[1:]))"
+    case = "tests/wrapper/test_batches.py::test_a_row_that_is_never_read_holds_no_exit_up[Ctrl-C]"
+    command = [sys.executable, "-c", ignored, "-n", "0", "-p", "no:cacheprovider", case]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=200)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("lists", [(range(7), range(3), range(3)), (range(2),) * 4, (range(5),), (range(8), range(4))])
 def test_every_entry_and_every_pair_of_entries_is_in_some_case(lists):
     def case(values):
