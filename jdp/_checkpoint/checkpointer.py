@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import os
@@ -17,14 +18,16 @@ from .._core.layout import Tree
 from .._core.programs import refuse_freed
 from .._processes.coordination import say
 from .._processes.exchange import by_value
+from .._processes.last_words import time_for_saves
+from .._processes.watch import watch
 from .directory import Quiet, absolute
-from .items import VERB, check_data, decode, encode, fingerprints, leaves_of, replicas_of
+from .items import VERB, as_json, decode, encode, fingerprints, leaves_of, replicas_of
 from .preemption import Preemption
 from .ray_run import RayRun
 from .read import tell_all
 from .replay import current
 from .steps import Steps
-from .write import Writer, tell_loss
+from .write import Writer, abandon, tell_loss
 
 if TYPE_CHECKING:
     from etils import epath  # imported where it is needed: the import is slow
@@ -130,8 +133,8 @@ class Checkpointer:
             step: the number of the step that has just been made, 0 or more; it grows from save to save.
             state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
             data: the position in the data from which to go on: None, numbers, strings, lists, dicts with string keys,
-                together at most 32 MiB. It may differ between processes, and each gets its own back; in a job with
-                another number of processes `restore` returns the list of all of them.
+                together at most 32 MiB. It is copied. It may differ between processes, and each gets its own back; in
+                a job with another number of processes `restore` returns the list of all of them.
 
         Returns:
             True if this call saved the step; False also if the step is saved already.
@@ -277,8 +280,12 @@ class Checkpointer:
             >>> checkpointer.latest_step
             7
         """
+        self._close(None)
+
+    def _close(self, seconds: float | None) -> None:
         try:
-            self.wait()
+            self._writer.wait(seconds)
+            self._report()
         finally:
             self._writer.close()
             self._finalizer()
@@ -287,10 +294,19 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        seconds = None
         if error is not None:
             self._ray = None  # the other processes may not have failed, and would not join a report
+        in_job = error is not None and jax.process_count() > 1
+        if in_job and isinstance(error, Exception | KeyboardInterrupt):
+            seconds = time_for_saves(error)
         try:
-            self.close()
+            with watch.saving() if in_job else contextlib.nullcontext():
+                self._close(seconds)
+        except KeyboardInterrupt as again:
+            if isinstance(error, KeyboardInterrupt):  # the second one: the user does not want to wait
+                abandon(self._writer, again)
+            raise
         except RuntimeError as e:
             if error is None:
                 raise
@@ -336,7 +352,7 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     local: dict[str, str] = {}
     failed: Exception | None = None
     try:
-        check_data(data)
+        data = as_json(data)  # a copy, because the caller may change it before it is written
         leaves = leaves_of(state)
         refuse_freed([*leaves.values()], VERB, lambda i: f"state{[*leaves][i].removeprefix('state')}")
         prepare()

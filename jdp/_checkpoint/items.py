@@ -150,15 +150,15 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_data(data: Any) -> None:
-    """Raises a `TypeError` if the data does not come back from JSON as it went in."""
+def as_json(data: Any) -> Any:
+    """Returns a copy of the data, as JSON gives it back; raises a `TypeError` if that is not equal to it."""
     try:
         back = json.loads(json.dumps(data))
     except (TypeError, ValueError) as e:
         problem = str(e)
     else:
         if back == data:
-            return
+            return back
         problem = f"{data!r:.200} comes back as {back!r:.200}"
     raise TypeError(
         f"jdp.{VERB}: data cannot be kept as JSON: {problem}; it is None, or made of dicts with string keys, lists, "

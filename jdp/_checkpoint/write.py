@@ -87,10 +87,16 @@ class Writer:
                 self._thread = None
             raise
 
-    def wait(self) -> None:
-        """Waits until the save that is running, if any, is complete on the disk, and older ones are deleted."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until the save that is running, if any, is complete on the disk, and older ones are deleted.
+
+        Raises:
+            RuntimeError: the save has failed, or is not complete after so many seconds; then it is left alone.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(None if seconds is None else max(_MOMENT, seconds))
+            if self._thread.is_alive():
+                raise RuntimeError(self.leave(TimeoutError("the job ended first")))
             self._thread = None
         if self._interrupted:
             self._settle()
@@ -101,9 +107,14 @@ class Writer:
         while self._news:
             warnings.warn(self._news.pop(0), stacklevel=4)  # the user's line, beyond `save`
 
+    def leave(self, why: BaseException) -> str:
+        """Leaves the save that is running alone; returns the message that it is lost."""
+        _open.discard(self)
+        return self.loss(why)
+
     def close(self) -> None:
-        """Ends Orbax's threads, and releases the lock."""
-        if self._orbax is not None:
+        """Ends Orbax's threads unless they still save, and releases the lock."""
+        if self._orbax is not None and self._thread is None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
         self._lock.release()
@@ -294,6 +305,13 @@ def _finish_within(seconds: float) -> None:
             late.wait(_FOR_THE_TEXT)
         for text in lost:
             say(text)
+
+
+def abandon(writer: Writer, why: BaseException) -> None:
+    """Reports the save that is running as lost, and lets the program end without it."""
+    tell_loss(writer.leave(why))
+    # Python would wait for the threads that save before it calls the functions of `atexit`.
+    threading._register_atexit(_fail, os.getpid())  # pyright: ignore[reportAttributeAccessIssue]: as above
 
 
 def tell_loss(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from typing import Any, TextIO
 
@@ -40,6 +41,9 @@ def forget_in_child() -> None:
     for name in ("client", "service", "preemption_sync_manager"):
         _OF_THE_PARENT.append(getattr(state, name, None))  # kept alive: its destructor reports to the others, too
         setattr(state, name, None)
+    with contextlib.suppress(ValueError):  # of a thread other than the main one
+        # JAX's handler, which is not Python's, only notes a SIGTERM for the preemption service that has just gone.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def own_process() -> int:

@@ -84,7 +84,7 @@ class Call:
         self.exchange: Exchange = exchange
         self.what: str = what
         self._key = key
-        self._began = time.monotonic()
+        self._began = self._late_since = time.monotonic()
 
     def leave(self, entry: Any = None) -> None:
         """Writes the entry of this process; None says that it waits here."""
@@ -144,8 +144,13 @@ class Call:
         Raises:
             DesyncError: a process did not come to this call within so many seconds, has ended, or makes another call.
         """
-        with watch.waiting(self.what, seconds + 2 * _SLICE) as is_over:  # a process that waits has written so by then
+        patience = seconds + 2 * _SLICE  # a process that waits has written so by then
+        with watch.waiting(self.what, patience):
+            self._began = self._late_since = time.monotonic()
             while not ready(_SLICE):
+                now = time.monotonic()
+                if watch.runs():  # others may wait for the same program, which `look` judges
+                    self._late_since = now
                 gone = ended()
                 found = self.entries()
                 if self.exchange.here not in found:
@@ -155,14 +160,14 @@ class Call:
                     how = "have ended their programs" if len(left) > 1 else "has ended its program"
                     raise DesyncError(self._text(left, how))
                 silent = [p for p in watch.silent(absent) if p not in gone]  # nor will these finish compiling
-                if is_over() or silent and watch.is_enough(time.monotonic() - self._began, silent):
+                if now - self._late_since > patience or silent and watch.is_enough(now - self._began, silent):
                     self._give_up(absent, gone)
         watch.meet(self.exchange.processes)
 
     def _give_up(self, absent: list[int], gone: set[int]) -> None:
         """Raises unless the absent processes are busy, or all have come and are well."""
         silent = [p for p in watch.silent(self.exchange.processes) if p not in gone]
-        seconds = time.monotonic() - self._began
+        seconds = time.monotonic() - self._late_since
         late = [p for p in absent if seconds > limits.compile or not watch.is_busy(p)]
         if silent:
             text = self._text(silent, watch.why_silent(silent))

@@ -33,17 +33,16 @@ from .coordination import (
 )
 from .exchange import Exchange
 from .last_words import (
-    AFTER_CTRL_C,
     FOR_A_SAVE,
     end,
     finish,
-    is_of_another,
     let_the_listener_speak,
     listen,
     look_at_the_time,
     show,
     tell,
     text_of,
+    time_for_saves,
 )
 from .watch import limits, watch
 
@@ -67,7 +66,7 @@ def install() -> None:
             else:
                 show(before, kind, error, trace)
             flush()
-            finish(0.0 if is_of_another(error) else AFTER_CTRL_C if interrupted else FOR_A_SAVE)
+            finish(time_for_saves(error))
         finally:
             tell(f"{kind.__name__}: {text}" if text else kind.__name__)
             end(130 if interrupted else WAITED if issubclass(kind, AbsentError) else 1)

@@ -58,15 +58,19 @@ def before_failing(wait: Callable[[float], None]) -> None:
 def finish(seconds: float = 0.0) -> None:
     """Waits so many seconds for saves that are running, and says which are lost; only the first call does.
 
-    Until then this process is marked as one that compiles, so that the others, which the saves need, do not end.
+    Meanwhile the others, which the saves need, do not take this process for late.
     """
     if not _finishes.acquire(blocking=False):
         return
-    if _before_failing and seconds:
-        watch.compiling(True)
-    for wait in _before_failing:
-        with contextlib.suppress(Exception):
-            wait(seconds)
+    with watch.saving() if _before_failing and seconds else contextlib.nullcontext():
+        for wait in _before_failing:
+            with contextlib.suppress(Exception):
+                wait(seconds)
+
+
+def time_for_saves(error: BaseException) -> float:
+    """Returns how many seconds a process which ends with this error waits for what it has begun to write."""
+    return 0.0 if is_of_another(error) else AFTER_CTRL_C if isinstance(error, KeyboardInterrupt) else FOR_A_SAVE
 
 
 def tell(what: str) -> None:

@@ -31,7 +31,7 @@ NOWHERE = Place(0, "", 0, "", 0.0, False, {})
 
 
 class Pending(NamedTuple):
-    """A program that was dispatched."""
+    """A program that is being dispatched, or was."""
 
     group: str
     processes: tuple[int, ...]

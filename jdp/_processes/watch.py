@@ -19,8 +19,8 @@ if it waits in vain.
     others do not consider it late.
   - in the dispatch: it waits, since the last of these. A process that does not come, has come to another call
     instead, has ended or is silent is named.
-* A program runs (`dispatched`). The process waits until an output is ready. The oldest running program counts, and
-  then the newest.
+* A program runs (`dispatched`). The process waits until an output is ready. The oldest running program counts, since
+  it was dispatched or the one before it was done.
 * In a callback, also during a dispatch: a device waits for Python, which the frames of Python's threads show. All
   processes have come to the program then. Processes that are in no callback name the one that is, after `limits.step`.
 
@@ -40,6 +40,7 @@ How a process ends, and how the others learn of it:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -58,7 +59,7 @@ from .places import DEAD, NOWHERE, Pending, Place, machine, named, state_of
 
 
 class Limits:
-    """Seconds to wait for the other processes; `jdp.distributed.initialize` sets them."""
+    """Seconds to wait for the other processes; `jdp.distributed.initialize` sets all but `compile`."""
 
     def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
         self.step, self.start, self.compile = step, start, compile
@@ -92,8 +93,9 @@ class Watch:
         self._doing, self._since = "its start", time.monotonic()
         self._starts_since: float | None = None  # since when JAX's backend has been starting
         self._compiles_since: float | None = None
-        self._pending: Pending | None = None  # what is watched: one at a time, and when it has ended, the newest
-        self._newest: Pending | None = None
+        self._saves_since: float | None = None  # since when it has been finishing its saves, after an error
+        self._running: collections.deque[Pending] = collections.deque(maxlen=1024)  # in the order of their dispatch
+        self._finding = threading.Lock()  # of the oldest that still runs
         self._dispatch: Pending | None = None  # the one that the main thread is dispatching
         self._callbacks: dict[FrameType, float] = {}  # that run, and when each was seen first
         self._waits: tuple[str, float, float] | None = None  # for a call's others: since when, and until when
@@ -113,7 +115,8 @@ class Watch:
     def dispatched(self, group: str, processes: tuple[int, ...], output: jax.Array) -> None:
         """Notes that the program that this process came to last runs now."""
         held: Callable[[], Any] = (lambda: output) if output.nbytes <= _SMALL else weakref.ref(output)
-        self._newest = Pending(group, processes, self._positions[group], self._doing, time.monotonic(), held)
+        now = time.monotonic()
+        self._running.append(Pending(group, processes, self._positions[group], self._doing, now, held))
 
     @contextlib.contextmanager
     def dispatching(self, group: str, processes: tuple[int, ...], seconds: float | None = None) -> Iterator[None]:
@@ -147,6 +150,16 @@ class Watch:
         self._since, self._told = time.monotonic(), 0.0  # written at once for the others
         self._compiles_since = self._since if whether else None
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Marks a block: this process has failed and finishes its saves; until `limits.compile` it is not late."""
+        before, self._saves_since = self._saves_since, time.monotonic()
+        self._told = 0.0  # written at once for the others
+        try:
+            yield
+        finally:
+            self._saves_since = before
+
     def compile_event(self, event: str, duration_secs: float, **_: Any) -> None:
         """Listens to `jax.monitoring`: between these two events JAX compiles, also programs of the user."""
         if event.endswith("/jaxpr_to_mlir_module_duration"):
@@ -155,12 +168,12 @@ class Watch:
             self.compiling(False)
 
     @contextlib.contextmanager
-    def waiting(self, what: str, seconds: float) -> Iterator[Callable[[], bool]]:
-        """Marks a block: the main thread waits for the others. Yields a function that tells if the time is up."""
+    def waiting(self, what: str, seconds: float) -> Iterator[None]:
+        """Marks a block: the main thread waits for the others, as a rule for at most so many seconds."""
         began, before = time.monotonic(), self._waits
         self._waits = what, began, began + seconds
         try:
-            yield lambda: time.monotonic() > began + seconds
+            yield
         finally:
             self._waits = before
 
@@ -170,6 +183,10 @@ class Watch:
         self._leaves = time.monotonic()
         with self.waiting("distributed (the end of the program)", limits.shutdown):
             yield
+
+    def runs(self) -> bool:
+        """Returns True while a program runs that this process has dispatched: a step may take long."""
+        return self._oldest() is not None
 
     def is_busy(self, process: int) -> bool:
         """Returns True if it compiles, or has compiled or come to something less than `limits.step` ago."""
@@ -246,8 +263,8 @@ class Watch:
         """Takes the others for heard of now, and the running programs for new, after a pause of this process."""
         self._places = {p: (place, now) for p, (place, _) in self._places.items()}
         self._since, self._leaves, self._starts_since = now, self._leaves and now, self._starts_since and now
-        self._pending = self._pending and self._pending._replace(since=now)
-        self._newest = self._newest and self._newest._replace(since=now)
+        with self._finding:
+            self._running.extend([self._running.popleft()._replace(since=now) for _ in [*self._running]])
         self._dispatch = self._dispatch and self._dispatch._replace(since=now)
 
     def _why_in_vain(self, pending: Pending, left: set[int]) -> str | None:
@@ -303,7 +320,10 @@ class Watch:
         return f"jdp.distributed: process {own_process()} ended its program {waited:.0f} s ago, and {why}"
 
     def is_cut_off(self) -> str | None:
-        """Returns the same if the coordination service does not answer; another thread calls it every half second."""
+        """Returns in words why this process should stop waiting, if the coordination service does not answer.
+
+        Another thread calls it every half second.
+        """
         # Looks are counted, not seconds: where something holds Python's lock, neither thread runs. The thread that
         # asks the service does so less often in a large job.
         self._looks = self._looks + 1 if self._rounds == self._seen else 0
@@ -324,11 +344,18 @@ class Watch:
             return None
         return f"jdp.{what}: process {own_process()} has waited {now - since:.0f} s for the others, and {why}."
 
+    def _oldest(self) -> Pending | None:
+        """Returns the oldest program that still runs; it counts since the one before it was done."""
+        with self._finding:
+            while self._running and self._running[0].is_done():
+                self._running.popleft()
+                if self._running:
+                    since = max(self._running[0].since, time.monotonic())
+                    self._running[0] = self._running[0]._replace(since=since)
+            return self._running[0] if self._running else None
+
     def _still_running(self) -> Pending | None:
-        if self._pending is None or self._pending.is_done():
-            newest = self._newest
-            self._pending = None if newest is None or newest.is_done() else newest
-        return self._pending or self._dispatched_now()
+        return self._oldest() or self._dispatched_now()
 
     def _dispatched_now(self) -> Pending | None:
         """Returns the program that the main thread dispatches, unless it compiles it or waits in a call."""
@@ -339,8 +366,7 @@ class Watch:
         return dispatch._replace(position=position, what=self._doing, since=since)
 
     def _compiles(self, now: float) -> bool:
-        since = self._compiles_since
-        return since is not None and now - since < limits.compile
+        return any(x is not None and now - x < limits.compile for x in (self._compiles_since, self._saves_since))
 
     def _see_callbacks(self, pending: Pending | None) -> None:
         """Notes since when each call back into Python has been running, where a program runs for long."""
@@ -353,7 +379,7 @@ class Watch:
         return max(_BEAT / 2, process_count() / _FEW)
 
     def _warn(self, why: str, of: object) -> None:
-        """Says what it sees, once; it may pass."""
+        """Warns once of what it sees, which may pass by itself."""
         before, self._warned = self._warned, of
         if why and before != of:
             say(f"jdp: {why}; process {own_process()} waits")

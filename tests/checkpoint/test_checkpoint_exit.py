@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+import types
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,8 +17,10 @@ import pytest
 from orbax.checkpoint._src.path import atomicity
 
 import jdp
-from jdp._checkpoint import write
+from jdp._checkpoint import checkpointer, write
 from jdp._checkpoint.directory import LOCK
+from jdp._processes.coordination import AbsentError
+from jdp._processes.watch import watch
 
 ROOT = pathlib.Path(jdp.__file__).parent.parent
 PATIENCE = 120  # seconds for a program
@@ -133,6 +137,85 @@ def test_who_does_not_want_to_wait_for_the_last_save_is_told_what_is_lost(tmp_pa
             process.kill()
     assert process.returncode == 1 and out == "at exit\nfirst of all\n"
     assert f"step 1 was not saved in {tmp_path}: KeyboardInterrupt came before it was complete; there is no" in error
+
+
+@pytest.mark.full
+def test_a_second_ctrl_c_ends_the_wait_at_the_end_of_the_block(tmp_path):
+    script = """
+    after(60)
+    with checkpointer:
+        checkpointer.save(1, state)
+        wait = checkpointer._writer.wait
+        checkpointer._writer.wait = lambda *seconds: (print("waits", flush=True), wait(*seconds))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    """
+    with begun(tmp_path, script) as process:
+        try:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=40)
+        finally:
+            process.kill()
+    assert process.returncode == 1 and out == "at exit\nfirst of all\n"
+    assert f"step 1 was not saved in {tmp_path}: KeyboardInterrupt came before it was complete; there is no" in error
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """An event that a save waits for before it is complete."""
+    real, goes_on = atomicity.AtomicRenameTemporaryPath.finalize, threading.Event()
+
+    async def finalize(*args, **kwargs):
+        goes_on.wait(PATIENCE)
+        return await real(*args, **kwargs)
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", finalize)
+    yield goes_on
+    goes_on.set()
+
+
+def in_a_job(monkeypatch):
+    """The end of a block asks how many processes there are; nothing else does from here on."""
+    monkeypatch.setattr(checkpointer, "jax", types.SimpleNamespace(process_count=lambda: 2))
+
+
+@pytest.mark.parametrize("kind", [AbsentError, ValueError])
+def test_the_block_of_a_job_that_ends_with_an_error(tmp_path, monkeypatch, slow, kind):
+    """After its own error the save is finished, and the process is not late; after that of another, nothing is."""
+    busy = []
+    with pytest.raises(kind) as error:
+        with jdp.Checkpointer(tmp_path) as kept:
+            kept.save(1, {"w": np.ones(30, np.float32)})
+            writer = kept._writer
+            thread, in_time = writer._thread, writer.wait
+
+            def wait(seconds):
+                busy.append((seconds, watch._compiles(time.monotonic())))
+                if kind is ValueError:
+                    slow.set()
+                in_time(seconds)
+
+            monkeypatch.setattr(writer, "wait", wait)
+            in_a_job(monkeypatch)
+            raise kind("gone")
+    expected = [] if kind is ValueError else [f"jdp.Checkpointer: step 1 was not saved in {tmp_path}: the job ended"]
+    assert [
+        note[: len(text)] for note, text in zip(getattr(error.value, "__notes__", []), expected, strict=True)
+    ] == expected
+    assert busy == [(60.0 if kind is ValueError else 0.0, True)] and not watch._compiles(time.monotonic())
+    slow.set()
+    thread.join()
+    assert (tmp_path / "1").is_dir()  # although nobody has waited for it
+
+
+def test_data_is_that_of_the_call():
+    """A loop goes on and changes its lists; in a job they are written later."""
+    data = {"losses": [1.5], "at": {"row": 3}}
+    _, kept, _ = checkpointer.agree(lambda: None, {"w": np.ones(3)}, data)
+    data["losses"].append(2.5)
+    data["at"]["row"] = 4
+    assert kept == {"losses": [1.5], "at": {"row": 3}}
 
 
 def test_a_child_that_is_forked_leaves_the_saves_of_its_parent_alone(tmp_path):
@@ -296,12 +379,12 @@ def test_a_save_that_fails_as_the_block_ends_is_said(tmp_path, monkeypatch, kind
     told = []
     monkeypatch.setattr("jdp._checkpoint.checkpointer.tell_loss", told.append)
 
-    def fails(self):
+    def fails(self, seconds=None):
         raise RuntimeError("step 3 was not saved")
 
     with pytest.raises(kind) as error:
         with jdp.Checkpointer(tmp_path):
-            monkeypatch.setattr(jdp.Checkpointer, "wait", fails)
+            monkeypatch.setattr(write.Writer, "wait", fails)
             raise kind(0)
     notes = getattr(error.value, "__notes__", [])
     assert (told, notes) == ((["step 3 was not saved"], []) if kind is SystemExit else ([], ["step 3 was not saved"]))

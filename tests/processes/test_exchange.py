@@ -82,6 +82,26 @@ def test_a_process_that_is_stopped_while_it_compiles_is_named(monkeypatch):
     assert 40 <= len(asked) <= 60
 
 
+@pytest.mark.parametrize("running", [0, 60])
+def test_one_that_waits_for_an_earlier_program_is_not_late(monkeypatch, running):
+    """`if jax.process_index() == 0: print(float(loss))` after a long step: the others are at the next call already."""
+    monkeypatch.setattr(exchange, "ended", lambda: set())
+    monkeypatch.setattr(exchange, "under", lambda folder: [(f"{folder}0", '["step", null]')])
+    monkeypatch.setattr(exchange, "_SLICE", 0.01)
+    monkeypatch.setattr(exchange.watch, "is_busy", lambda process: False)
+    group, asked = types.SimpleNamespace(processes=(0, 1), here=0), []
+    monkeypatch.setattr(exchange.watch, "runs", lambda: len(asked) < running)
+
+    def ready(seconds):
+        asked.append(seconds)
+        time.sleep(0.01)
+        return len(asked) > 400
+
+    with pytest.raises(exchange.AbsentError, match="jdp.step: process 1 did not come to this call within 0 s"):
+        exchange.Call(group, "step", "key").wait(ready, 0.2)
+    assert running < len(asked) < running + 60
+
+
 def test_what_a_process_leaves_is_bounded():
     """A batch leaves nothing, and of the texts there are never more than 64."""
     environ = dict(os.environ)

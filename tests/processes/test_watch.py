@@ -96,6 +96,21 @@ def test_nobody_is_late_who_has_come(job):
         assert "all processes have come to it: the devices, or the network between them, stand still" in why
 
 
+def test_a_step_may_take_long_although_one_process_reads_its_loss(job):
+    """The others dispatch the next step meanwhile; it begins when the first has ended, and so does the time for it."""
+    steps = [job.come(), job.come((1, 2)), job.come((1, 2))]
+    for step in steps[:2]:
+        assert not job.go_on(30)
+        for output in step:
+            output.ready = True
+        assert not job.go_on(1)
+        if step is steps[0]:
+            steps[1] += job.come((0,))
+    assert not job.go_on(15)
+    found = job.go_on(30)
+    assert found.keys() == {1, 2} and all("process 0 did not come to it" in why for why in found.values())
+
+
 def test_what_has_ended_is_not_waited_for(job):
     for output in job.come():
         output.ready = True
@@ -139,7 +154,8 @@ def test_who_is_met_in_a_call_is_known(job):
 
 
 def test_who_does_not_come_is_named_after_the_timeout(job):
-    job.come()[0].ready = True
+    for output in job.come():
+        output.ready = True
     job.come((0, 1))
     assert not job.go_on(19)
     found = job.go_on(3)
@@ -174,9 +190,8 @@ def test_another_call_of_another_group_is_none(job):
 
 def test_who_waits_for_another_is_not_to_blame(job):
     """Of two that have not come the one that has come less far: the other waits for it."""
-    job.come()
-    job.come((1, 2))
-    job.come((1,))
+    for output in [*job.come(), *job.come((1, 2)), *job.come((1,))]:
+        output.ready = True
     job.watches[0].moved("all", "another")  # three calls before what process 2 waits for
     job.watches[2].moved("all", "step")
     job.watches[1].moved("all", "step")
@@ -402,7 +417,7 @@ def test_who_is_stopped_after_the_others_have_ended_is_named(two_have_left, stat
 def test_process_0_is_stopped_after_the_others_have_ended(job):
     job.come()[0].ready = True
     for watch in job.watches.values():
-        watch._pending = watch._newest = None
+        watch._running.clear()
     job.go_on(3)
     with contextlib.ExitStack() as stack:
         leave(stack, job, 1, 2)
@@ -454,7 +469,7 @@ def test_a_dispatch_that_does_not_come_back_is_watched(job):
         job.left = {2}
         assert "process 2 has ended its program" in job.go_on(1)[0]
     for watch in job.watches.values():
-        watch._pending = watch._newest = None
+        watch._running.clear()
     assert not job.go_on(100)
 
 
