@@ -1,9 +1,9 @@
 """Remembers the calls of a door, which is a public entry point: a repeated call goes straight to its program.
 
 scatter and replicate pass some arrays on unchanged: replicated parameters, arrays of a batch that is cut already, and
-numpy arrays that the program itself places. A call that has no other arrays is remembered by their types (and the
-shardings of jax arrays). A later call with the same types skips scatter and replicate. A batch that has to be padded
-never does: of it only the layout is remembered.
+numpy arrays that the program itself places. A call without other arrays is remembered by the types of its arrays (and
+the shardings of jax arrays). A later call with the same types skips scatter and replicate. A batch that has to be
+padded never does: of it only the layout is remembered.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         known = self.used(key)
         if known is None or not is_plain() or is_watched():
             return None
-        for treedef, found in known.items():  # as a rule there is one
+        for treedef, found in [*known.items()]:  # as a rule there is one; another thread may add one
             with contextlib.suppress(ValueError, TypeError):  # another structure; keys that do not compare
                 leaves, (program, inside, extra) = treedef.flatten_up_to(params), found  # compares, too, and is faster
                 break

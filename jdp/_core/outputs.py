@@ -93,10 +93,11 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
 def refuse_other_axes(
     out: Tree, run: Callable[..., Tree], operands: Sequence[Any], cut: Sequence[int | None], rows: int, dim: int
 ) -> None:
-    """Raises a `ValueError` for an output whose rows are along another axis than `dim`, along which all are joined.
+    """Raises a `ValueError` for an output whose rows would come back in another order.
 
-    `out` is what `run(*operands)` has returned for `rows` rows. If the shapes do not show which axis holds the rows,
-    `run` is traced once more with a symbolic number of rows.
+    They do if they are along another axis than `dim`, along which the replicas' outputs are joined, or if an output has
+    the rows of several arrays, one after the other. `out` is what `run(*operands)` has returned for `rows` rows. If the
+    shapes do not show that all is well, `run` is traced once more with a symbolic number of rows.
     """
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)
     open_ones = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and _may_be_elsewhere(x.shape, rows, dim)]
@@ -113,13 +114,23 @@ def refuse_other_axes(
                 f"along axis {axis}; the replicas' outputs are joined along axis {at}. Pass out_axes={axis} to "
                 f"jdp.DataParallel (a tree of axes where outputs differ), or return jnp.moveaxis(y, {axis}, {at})."
             )
+        if axis == at and traced.is_joined(i):
+            raise ValueError(
+                f"jdp.parallel_apply: {output_path(treedef, i)} is {list(leaves[i].shape)} for {rows} rows, and has "
+                f"those of several arrays, one after the other; the replicas' outputs are joined along axis {at}, so "
+                f"that all rows would come back in another order. Return a tuple of the arrays, and concatenate them "
+                f"outside."
+            )
 
 
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
-    """Returns True if another axis than `dim` may hold the rows. If `dim` has their number, it is taken to do so."""
+    """Returns True if another axis than `dim` may hold the rows, or if `dim` may hold those of several arrays.
+
+    If `dim` has their number, it is taken to hold them.
+    """
     if not rows or not -len(shape) <= dim < len(shape) or shape[dim] == rows:
         return False
-    return any(size and size % rows == 0 for i, size in enumerate(shape) if i != dim % len(shape))
+    return any(size and size % rows == 0 for size in shape)
 
 
 def output_path(treedef: Any, index: int) -> str:

@@ -181,9 +181,9 @@ def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], s
             return target(*args, **kwargs) if method is None else method(target, *args, **kwargs)
 
         stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
-        for other in [x for x in made if _is_of_what_is_gone(x[1])]:
-            del made[other]
-        made[method, key] = make(stand_in)
+        for other in [x for x in [*made] if _is_of_what_is_gone(x[1])]:
+            made.pop(other, None)  # another thread may have done so
+        made.setdefault((method, key), make(stand_in))
     return made[method, key]
 
 
@@ -361,7 +361,10 @@ def _wait(most: int) -> None:
             continue
         try:
             oldest.block_until_ready()
-        except Exception as error:  # raised here, because the results of that call may never be looked at
+        except Exception as error:
+            if oldest.is_deleted():  # by another thread, meanwhile
+                continue
+            # Raised here, because the results of that call may never be looked at
             error.add_note(
                 f"jdp: this is the error of an earlier call, of {name!r}; the call that raises it only waited for that "
                 f"one, and has not failed itself."

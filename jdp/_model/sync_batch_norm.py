@@ -24,11 +24,7 @@ def synced(fn: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
         if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         if kwargs.get("mask") is not None:
-            raise ValueError(
-                f"jdp.DataParallel: BatchNorm {'.'.join(module.path)} has a mask, and is synchronised over the "
-                f"replicas; Flax takes the mean of the replicas' means, which is not that of all rows. Leave "
-                f"sync_batch_norm out, or the mask."
-            )
+            raise _masked(".".join(module.path))
         before = module.axis_name
         # Linen freezes its modules; this one lives for the call alone, and is put back.
         object.__setattr__(module, "axis_name", SyncedAxis(axis_name))
@@ -58,11 +54,30 @@ def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _masked(name: str) -> ValueError:
+    return ValueError(
+        f"jdp.DataParallel: BatchNorm {name} has a mask, and is synchronised over the replicas; Flax takes the mean of "
+        f"the replicas' means, which is not that of all rows. Leave sync_batch_norm out, or the mask."
+    )
+
+
 def sync_nodes(nodes: Iterable[Any], axis_name: str) -> None:
     """Makes every BatchNorm of NNX objects (a replica's own copies) average its statistics over the axis."""
-    for _, node in nnx.iter_graph(list(nodes)):
+    for path, node in nnx.iter_graph(list(nodes)):
         if isinstance(node, nnx.BatchNorm):
             node.axis_name = SyncedAxis(axis_name)
+            node.__class__ = _without_mask(type(node), ".".join(map(str, path[1:])))
+
+
+def _without_mask(kind: type[nnx.BatchNorm], name: str) -> type[nnx.BatchNorm]:
+    """Returns a subclass of a replica's own BatchNorm; it refuses a mask."""
+
+    def call(self: Any, x: Any, *args: Any, mask: Any = None, **kwargs: Any) -> Any:
+        if mask is not None:
+            raise _masked(name)
+        return kind.__call__(self, x, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 def with_weight(jaxpr: Any, weight: float) -> Any:

@@ -187,7 +187,8 @@ class Passes:
         params, treedef = jax.tree.flatten(diff)
         # One copy of the parameters for each replica, so that each gets its own gradients. These are then reduced like
         # those of any other loss.
-        copies = [_constrained(jnp.broadcast_to(x, (mesh.size, *jnp.shape(x))), 0, layout) for x in params]
+        copies = [jnp.broadcast_to(x, (mesh.size, *jnp.shape(x))) for x in params]
+        copies = [x if mesh.size == 1 else mesh.cut(x, 0) for x in copies]
 
         def run(copies: list[Any]) -> tuple[list[Any], Forward]:
             each = treedef.unflatten([Scattered((x,), stack) for x in copies])

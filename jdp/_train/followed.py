@@ -10,7 +10,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._core.layout import Tree
+from .._core.layout import Tree, is_key
 from .._jax import row_traces
 from .._jax.jaxprs import reached
 from .._jax.row_primitives import ELEMENTWISE
@@ -134,6 +134,14 @@ class Followed:
         jaxpr = jax.make_jaxpr(self._run)(*self._operands)
         return reached(jaxpr, [axis is not None for axis in self._cut])[index]
 
+    def draws(self, index: int) -> bool:
+        """Returns True for a leaf that is made of random numbers, because each replica draws its own."""
+        keys = [hasattr(x, "dtype") and is_key(x) for x in jax.tree.leaves(self._operands)]
+        if not any(keys):
+            return False
+        jaxpr = jax.make_jaxpr(self._run)(*self._operands) if self._traced is None else self._traced.jaxpr
+        return reached(jaxpr, keys)[index]
+
     @functools.cached_property
     def _numbered(self) -> list[row_traces.Traced]:
         """The traces for fixed numbers: one that is read side by side with the other, or both if they differ too much.
@@ -204,6 +212,15 @@ class Followed:
                 f"{name} is a scalar, and it is {_what(found)}; a scalar counts as the mean over the rows of the "
                 f"chunk. {way} (if the mean of the chunks' values is meant: jdp.Mean(x * n, n))."
             )
+
+    def refuse_moved(self, index: int, name: str) -> None:
+        """Raises a `TypeError` for an output whose rows are in another order, or that is made of positions."""
+        for found in self._faults("rows", [index], name) if self._traced is not None else ():
+            if found is not None and found.kind in ("count", "order", "row"):
+                raise TypeError(
+                    f"{name} has an entry for each row, and is {_what(found)}; the criterion gets the outputs of all "
+                    f"rows, in the order of the batch. Do that in the criterion."
+                )
 
     def refuse_pairs(self, index: int, name: str, is_averaged: bool = False) -> None:
         """Raises a `TypeError` for entries per row that also depend on other rows; a loss's entries are averaged."""

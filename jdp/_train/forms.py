@@ -209,7 +209,13 @@ def forms_of_outputs(out: Tree, size: int, followed: Followed, verb: str) -> tup
         if isinstance(axis, int) and x.shape[axis] % size == 0:
             if x.shape[axis] > size:
                 followed.refuse_joined(i, name)
+            followed.refuse_moved(i, name)
             found.append((Form("rows", x.dtype, axis), [x]))
+        elif not x.ndim and followed.draws(i):
+            raise TypeError(
+                f"{name} is one number that is drawn from a random key, and each replica draws its own; the criterion "
+                f"gets the outputs of all rows. Return it once for each row: jnp.full(len(x), t)."
+            )
         elif followed.rows is None or axis is None and not x.ndim and not (followed.depends(i) or followed.grows(i)):
             found.append((Form("first", x.dtype, 0), [jnp.broadcast_to(x, (size, *x.shape))]))
         else:
@@ -273,8 +279,9 @@ def _form_of_combination(
     values: list[Any] = []
     first = at + len(x.factors)
     for i, (factor, term) in enumerate(zip(x.factors, x.terms, strict=True)):
-        if followed.depends(at + i) or followed.grows(at + i):
+        if followed.depends(at + i) or followed.grows(at + i) or followed.draws(at + i):
             what = "the rows" if followed.depends(at + i) else "their number"
+            what = "a random key" if followed.draws(at + i) else what
             raise TypeError(
                 f"{name} has a factor that depends on {what}; factors of terms are the same on all replicas. Pass "
                 f"the whole loss as criterion=, which is called once with the outputs of all rows."

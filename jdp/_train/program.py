@@ -4,7 +4,8 @@ The ordinary path looks at each array of the batch, and at what is around the ca
 A step is known if it gets the state that the last step returned, and a batch of known shapes: then only the trees are
 compared, and the program is called at once. JAX compares shapes, dtypes and precisions in any case. If one of these is
 new, JAX begins to trace the program again; our function raises `Retraced` in that trace, and the step takes the
-ordinary path. If a batch has to be padded, JAX sees the padded arrays only; the step compares their shapes before that.
+ordinary path. If a batch has to be padded, JAX sees the padded arrays only; so the step itself compares the arrays'
+shapes before they are padded.
 """
 
 from __future__ import annotations
@@ -171,13 +172,13 @@ class Program(Computation):
     def dispatched(
         self, run: Callable[..., Any], state: TrainState, leaves: Sequence[Any], args: Any, keep: Callable[..., Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Dispatches the program of a step. If several threads donate one state, all but the first get an error."""
+        """Dispatches this step's program. If several threads donate one state to it, all but the first get an error."""
         mesh = self.config.mesh
         if not self.options.donate:
             return dispatch_step(run, mesh, args, keep, ())
         with self._donating:
             # On several devices JAX would pass freed arrays on, and may crash; on one it raises an error of its own.
-            if mesh.size > 1 and are_freed(leaves):
+            if len(mesh.all_devices) > 1 and are_freed(leaves):
                 raise was_donated(state)
             return dispatch_step(run, mesh, args, keep, leaves)
 
@@ -301,13 +302,15 @@ class LastResults:
         self.leaves: Sequence[Any] = ()  # of the state
         self._donates = donates
         if donates:
-            _steps.add(self)
+            with _noting:
+                _steps.add(self)
 
     def keep(self, last: Any, leaves: Sequence[Any]) -> None:
         """Remembers the results of a step."""
         if self._donates and self.leaves and not self.leaves[0].is_deleted():
             # A state other than the last went in, so the last is not freed, and can still be passed to a step.
-            _older.update((id(x), x) for x in self.leaves)
+            with _noting:
+                _older.update((id(x), x) for x in self.leaves)
         self.last, self.leaves = last, leaves
 
     def has(self, leaves: Sequence[Any]) -> bool:
@@ -315,18 +318,19 @@ class LastResults:
         return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
 
     def owned(self, donates: bool) -> Callable[[Any], Any]:
-        """Returns a function that returns arrays made by a step unchanged (once), and copies others before donation.
+        """Returns `owned(x)`: x itself if a step has made it (the first time it comes), else a copy.
 
-        Without `donates` it copies nothing.
+        What `owned` returns may be donated. Without `donates` it copies nothing.
         """
         if not (donates and self._donates):
             return lambda x: x
-        made: set[int] | None = None
+        made: set[int] | None = None  # of the arrays that steps have made
 
         def owned(x: Any) -> Any:
             nonlocal made
             if made is None:  # on the first call only: a step on the state that it returned last makes none
-                made = {id(x) for step in _steps for x in step.leaves}.union(_older)
+                with _noting:
+                    made = {id(x) for step in _steps for x in step.leaves}.union(_older)
             if id(x) in made:
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
@@ -337,6 +341,7 @@ class LastResults:
         return owned
 
 
+_noting = threading.Lock()  # of what follows, which several threads may change and read
 _steps: weakref.WeakSet[LastResults] = weakref.WeakSet()
 _older: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Arrays, by id, that steps returned before their last results, and that are not donated yet."""
@@ -376,7 +381,7 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
     """Returns the program of a known step, the leaves of the state, the arrays of the batch, and its key."""
     arrays, of_batch = flatten(batch)
     key = getattr(arrays[0], "shape", None) if arrays else None
-    entry = program.known.get(key)
+    entry = program.known.used(key)
     if entry is None:
         return None
     run, of_state, known_batch, padding = entry
@@ -392,7 +397,7 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
 
 
 def _types(arrays: Sequence[Any]) -> list[Any]:
-    """Returns the type, dtype and shape of each leaf; None for what a leaf that is no array does not have."""
+    """Returns the type, dtype and shape of each leaf; a leaf that is no array has None for the last two."""
     return [(type(x), getattr(x, "dtype", None), getattr(x, "shape", None)) for x in arrays]
 
 

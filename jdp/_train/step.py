@@ -196,7 +196,7 @@ class TrainStep(Step[TrainState]):
         refuse_overwritten(VERB, variables)
         self._match_shards(variables["params"], "variables['params']")
         key = checked_key(key)
-        check_signature(self._loss_fn, "variables", key is not None)
+        self._check_signature(key is not None)
         mesh, given, rest = self._program.config.mesh, (variables, key), dict(variables, **{"(key)": key})
         if self._program.options.shard_params:
             params = sharded(rest.pop("params"), mesh, VERB, "['params']")
@@ -406,6 +406,10 @@ class TrainStep(Step[TrainState]):
         if options != self._program.options:
             self._program = self._program.like(**options._asdict())
 
+    def _check_signature(self, key: bool) -> None:
+        criterion = self._program.loss.criterion
+        check_signature(self._loss_fn, "variables", key, "loss_fn" if criterion is None else "forward")
+
     def _checked(self, state: TrainState, owned: Callable[[Any], Any]) -> TrainState:
         """Returns a state that is not the last one, checked to be of this model, with `owned` arrays in place."""
         if are_freed(jax.tree.leaves(state)):
@@ -414,7 +418,7 @@ class TrainStep(Step[TrainState]):
         self._match_shards(state.params, "state.params", bool(self._program.options.shard_params))
         shapes = shapes_of(state)
         if self._shapes is None:
-            check_signature(self._loss_fn, "variables", state.key is not None)
+            self._check_signature(state.key is not None)
             check_differentiable(VERB, state.params, "state.params")
             refuse_overwritten(VERB, state.state)
             expected = shapes.replace(opt_state=opt_shapes(self._program.tx, shapes.params))

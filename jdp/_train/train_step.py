@@ -87,8 +87,8 @@ def train_step(
         criterion: a loss of all rows, torch's `criterion(model(x), y)`. `loss_fn` is the forward pass then, and returns
             outputs (a tree of arrays that follow the rows), or `(outputs, updates)`. `criterion(outputs, batch)` is
             called once, with the outputs of all rows of all devices and processes, and returns the loss, a real 0-d
-            array, or `(loss, metrics)`, which come back as they are. With `accumulate_steps`, `replicas=`,
-            `shard_params` or uneven `sync_batch_norm` each microbatch runs forward twice.
+            array, or `(loss, metrics)`, which come back as they are. With `accumulate_steps`, more `replicas=`
+            than devices, `shard_params` or uneven `sync_batch_norm` each microbatch runs forward twice.
         in_axes: as in `jax.vmap`, a tree prefix of the batch: an int, None (whole to every replica: a teacher's
             parameters, a table of class weights), or a tuple, list or dict of them. Default: that of the wrapper.
         tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -100,11 +101,10 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    hashable_criterion = checked_criterion(criterion, VERB)
-    if hashable_criterion is not None and not isinstance(hashable_criterion, Hashable):
-        hashable_criterion = made_once(
-            hashable_criterion, (VERB, "criterion"), lambda stand_in: stand_in
-        )  # known by identity, as loss_fn is
+    known_criterion = checked_criterion(criterion, VERB)
+    if isinstance(criterion, FunctionType) or criterion is not None and not isinstance(criterion, Hashable):
+        # Known by identity, as loss_fn is, and freed with its programs.
+        known_criterion = made_once(criterion, (VERB, "criterion"), lambda stand_in: stand_in)
     options = GradOptions(
         _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
@@ -112,10 +112,13 @@ def value_and_grad(
         check_steps(VERB, accumulate_steps),
         wire_type(VERB, reduce_dtype),
         bool(sync_batch_norm),
-        hashable_criterion,
+        known_criterion,
+        weakref.ref(criterion) if isinstance(criterion, FunctionType) else None,
     )
     config: Config = dp._config
-    calls = made_once(loss_fn, (VERB, "calls", weakref.ref(config), options, repr(in_axes)), lambda _: Calls())
+    calls = made_once(
+        loss_fn, (VERB, "calls", weakref.ref(config), options.made_for, options, repr(in_axes)), lambda _: Calls()
+    )
 
     @outside_of_mesh
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +132,7 @@ def value_and_grad(
         loss, aux = found.out
         return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
 
-    call.__dict__["criterion"] = criterion  # `made_once` does not keep it alive
+    call.__dict__["criterion"] = criterion  # `made_once` refers to it weakly
     call.__name__ = f"{VERB}_of_{getattr(loss_fn, '__name__', type(loss_fn).__name__)}"
     return call
 
@@ -242,6 +245,7 @@ class GradOptions(NamedTuple):
     reduce_dtype: Any
     sync_batch_norm: bool
     criterion: Any
+    made_for: weakref.ref[Any] | None  # the criterion, if it is a function; programs for it are freed with it
 
 
 def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:
@@ -314,7 +318,7 @@ def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOption
         steps, wire = options.accumulate_steps, options.reduce_dtype
         return ReplicaProgram(gradients_on_replicas(loss, steps, wire, None, label, verb=VERB))
 
-    return made_once(loss_fn, (VERB, weakref.ref(config), options, roles), make)
+    return made_once(loss_fn, (VERB, weakref.ref(config), options.made_for, options, roles), make)
 
 
 def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:

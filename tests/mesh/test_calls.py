@@ -256,6 +256,8 @@ def test_what_is_refused(refused):
         jdp.DataParallel(mlp, mesh, replicas=8)
     with refused(ValueError, "DataParallel", match="axis_name is 'rows', and the mesh has the axes 'data', 'model'"):
         jdp.DataParallel(mlp, mesh, axis_name="rows")
+    with refused(ValueError, "parallel", match="axis_name is 'batch', and 'data' counts the replicas of the mesh"):
+        jdp.DataParallel(mlp, mesh).parallel(lambda w, x: w, axis_name="batch")
     for spec in (P("data"), P(("data", "model"))):
         over = {**w, "wide": jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, spec))}
         with refused(ValueError, "DataParallel", match=r"\['wide'\] is cut as .*Leave 'data' out of its spec"):

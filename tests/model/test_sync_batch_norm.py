@@ -260,3 +260,25 @@ def test_a_mask_is_refused():
     step = dp.train_step(loss_fn, optax.sgd(0.1), sync_batch_norm=True)
     with pytest.raises(ValueError, match=r"BatchNorm BatchNorm_0 has a mask, and is synchronised"):
         step(step.init(variables), (x, mask))
+
+
+class MaskedNNX(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, mask=None):
+        return self.norm(x, mask=mask)
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_a_mask_of_nnx_is_refused(rows):
+    x, mask = np.array([[0], [2], [10], [20]], np.float32)[:rows], np.array([[1], [0], [1], [1]], bool)[:rows]
+    model = MaskedNNX()
+    step = jdp.DataParallel(model, devices=range(2)).train_step(
+        lambda model, batch: (model(*batch) ** 2).mean(), optax.sgd(0.1), sync_batch_norm=True
+    )
+    with pytest.raises(ValueError, match=r"BatchNorm norm has a mask, and is synchronised"):
+        step((x, mask))
+    step((x,))  # without a mask it is as before
+    assert type(model.norm) is nnx.BatchNorm
+    np.testing.assert_allclose(model.norm.mean[...], 0.01 * x.mean(0), rtol=1e-4)

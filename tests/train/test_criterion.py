@@ -4,10 +4,12 @@ And what a loss on the chunk may be: a sum of terms, each with a denominator of 
 """
 
 import functools
+import gc
 import hashlib
 import operator
 import re
 import types
+import weakref
 
 import flax.linen as nn
 import jax
@@ -1156,6 +1158,80 @@ def test_outputs_of_two_batches(name):
         return
     one = jax.value_and_grad(lambda w: judge(forward(w, x, z)))(w)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found(w, x, z), one)
+
+
+MOVED = {
+    "positions": (
+        lambda w, x: {"z": x @ w, "i": jnp.arange(x.shape[0])},
+        r"outputs\['i'\] .* made of the number of rows",
+    ),
+    "turned": (
+        lambda w, x: 0.3 * (x @ w) + 0.7 * (x @ w)[::-1],
+        "outputs .* in another order than the rows of the batch",
+    ),
+    "rolled": (lambda w, x: jnp.roll(x @ w, 1, 0), "outputs .* in another order"),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_outputs_that_are_made_of_the_places_of_their_rows(name):
+    forward, text = MOVED[name]
+    found = jdp.DataParallel(forward, range(4)).value_and_grad(
+        forward, criterion=lambda o, x: sum(jax.tree.leaves(o)).mean()
+    )
+    with pytest.raises(TypeError, match=text + ".* Do that in the criterion"):
+        found(np.ones((3, 2), np.float32), np.ones((8, 3), np.float32))
+
+
+@pytest.mark.parametrize("form", ["criterion", "factor"])
+def test_a_number_that_each_replica_draws(form):
+    """One noise level for all rows, or the weight of mixup: each replica has another."""
+    dp, x = jdp.DataParallel(lambda v, x: x @ v["params"], range(4)), np.ones((8, 3), np.float32)
+
+    def forward(v, x, key):
+        t = jax.random.uniform(key)
+        return {"out": dp(v, x) * t, "t": t}
+
+    def loss(v, x, key):
+        t = jax.random.uniform(key)
+        return t * jdp.Mean((dp(v, x) ** 2).sum(), 2 * len(x)) + (1 - t) * jdp.Mean(dp(v, x).sum(), 2 * len(x))
+
+    def for_each_row(v, x, key):
+        t = jnp.full(len(x), jax.random.uniform(key))
+        return {"out": dp(v, x) * t[:, None], "t": t}
+
+    def judge(o, x):
+        return ((o["out"] / o["t"][..., None] - 1) ** 2).mean()
+
+    step = dp.train_step(forward, SGD, criterion=judge) if form == "criterion" else dp.train_step(loss, SGD)
+    state = step.init({"params": np.ones((3, 2), np.float32)}, jax.random.key(0))
+    text = (
+        r"outputs\['t'\] is one number that is drawn"
+        if form == "criterion"
+        else "a factor that depends on a random key"
+    )
+    with pytest.raises(TypeError, match=text):
+        step(state, x)
+    step = dp.train_step(for_each_row, SGD, criterion=judge)
+    _, metrics = step(step.init({"params": np.ones((3, 2), np.float32)}, jax.random.key(0)), x)
+    np.testing.assert_allclose(metrics["loss"], 4, rtol=1e-5)
+
+
+def test_a_criterion_is_freed_with_its_programs():
+    """A loop that makes one for each batch does not fill the memory."""
+    gone, dp = [], jdp.DataParallel(lambda w, x: x @ w, range(2))
+
+    def forward(w, x):
+        return dp(w, x)
+
+    for _ in range(3):
+        own = np.ones(5)
+        criterion = lambda o, x, own=own: (o**2).mean() + 0 * own.sum()  # noqa: E731
+        gone.append(weakref.ref(own))
+        dp.value_and_grad(forward, criterion=criterion)(np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
+        del criterion, own
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True] * 3
 
 
 NO_ENTRIES_OF_THEIR_OWN = {

@@ -1277,13 +1277,37 @@ def test_rows_along_another_axis_than_outputs_are_joined_along(name, rows):
     """torch puts them out of order; jdp names out_axes."""
     w, x = np.ones((3, 5), np.float32), np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
     dp = jdp.DataParallel(TURNED[name], range(4))
-    even = r"which are along axis 1; the replicas' outputs are joined along axis 0\. Pass out_axes=1"
-    uneven = r"replicas may differ along axis 0 only.* take another axis in out_axes"
-    with pytest.raises(ValueError, match=even if rows == 16 else uneven):
+    match = r"which are along axis 1; the replicas' outputs are joined along axis 0\. Pass out_axes=1"
+    with pytest.raises(ValueError, match=match):
         dp(w, x)
     axes = {"y": 0, "turned": 1} if name == "one of two" else 1
     found = jdp.DataParallel(TURNED[name], range(4), out_axes=axes)(w, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, TURNED[name](w, x))
+
+
+JOINED = {
+    "concatenated": lambda w, x: jnp.concatenate([x @ w, 2 * x @ w]),
+    "flattened after that": lambda w, x: jnp.concatenate([x @ w, x @ w])[:, None].reshape(-1, w.shape[1]),
+    "tiled": lambda w, x: {"y": jnp.tile(x @ w, (2, 1))},
+}
+SEVERAL_OF_EACH = {
+    "repeated": lambda w, x: jnp.repeat(x @ w, 2, 0),
+    "side by side": lambda w, x: jnp.stack([x @ w, -x @ w], 1).reshape(-1, w.shape[1]),
+    "flat": lambda w, x: (x @ w).reshape(-1),
+}
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_the_rows_of_several_arrays_one_after_the_other(rows):
+    """torch gathers those of the first replica, then those of the second; jdp refuses what would be out of order."""
+    w, x = np.ones((3, 5), np.float32), np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    for model in JOINED.values():
+        with pytest.raises(
+            ValueError, match=r"has those of several arrays, one after the other.* Return a tuple of the"
+        ):
+            jdp.DataParallel(model, range(4))(w, x)
+    for model in SEVERAL_OF_EACH.values():
+        np.testing.assert_allclose(jdp.DataParallel(model, range(4))(w, x), model(w, x), rtol=1e-5)
 
 
 def test_rows_of_modules_along_another_axis():
