@@ -355,7 +355,7 @@ def run_known_step(
         return None
     try:
         found = None if type(batch) in NESTED and is_deep(batch) else _known_step(program, state, batch)
-    except (TypeError, ValueError):  # keys that do not compare, for example
+    except (TypeError, ValueError, KeyError):  # keys that do not compare, for example
         return None
     if found is None:
         return None
@@ -381,9 +381,10 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
     """Returns the program of a known step, the leaves of the state, the arrays of the batch, and its key."""
     arrays, of_batch = flatten(batch)
     key = getattr(arrays[0], "shape", None) if arrays else None
-    entry = program.known.used(key)
+    entry = program.known.get(key)
     if entry is None:
         return None
+    program.known.move_to_end(key)  # it was used last
     run, of_state, known_batch, padding = entry
     if known_batch != of_batch:
         return None
