@@ -281,27 +281,19 @@ def case_stopped_compiling():
 
 
 def case_compiles():
-    """One process compiles a program of its own for much longer than the others wait."""
-
-    def seconds_of(count):
-        now = time.time() % 1  # no cache has this program
-
-        def long(x):
-            for i in range(count):
-                x = jnp.sin(x * (now + i)) @ x
-            return x
-
-        lowered, began = jax.jit(long).lower(jnp.ones((4, 4))), time.monotonic()
-        lowered.compile()
-        return time.monotonic() - began
-
-    count = 100
+    """One process compiles programs of its own for longer than the others wait: a listener sleeps meanwhile."""
 
     def compile():
-        nonlocal count
-        while (seconds := seconds_of(count)) < 11:  # the machine may be busy, or not
-            count = int(count * max(1.3, min(5, 10 / seconds)))  # XLA takes more than twice as long for twice as many
-        note("compiled", seconds=seconds)
+        seconds, began = [15.0], time.monotonic()
+
+        def listen(event, duration, **_):
+            if seconds and event.endswith("/jaxpr_to_mlir_module_duration"):
+                time.sleep(seconds.pop())
+
+        jax.monitoring.register_event_duration_secs_listener(listen)  # called after jdp's own
+        now = time.time() % 1  # no cache has this program
+        jax.jit(lambda x: x * now)(1.0)
+        note("compiled", seconds=time.monotonic() - began)
 
     ahead(at_the_step(compile))
     train(5, before=at_the_step(compile))
@@ -536,7 +528,12 @@ def case_preempted():
     step = jdp.DataParallel(linear).train_step(mse, optax.adam(1e-2))
     with jdp.Checkpointer(folder() / "run", every=1000) as checkpointer:
         state, data = checkpointer.restore(step.init(variables()))
-        note("from", k=data or 0, state=hexes(state))
+        began = time.monotonic()
+        with jdp.Checkpointer(
+            folder() / f"first-{data or 0}"
+        ) as first:  # it imports, and compiles, what the next needs
+            first.save(0, state)
+        note("from", k=data or 0, state=hexes(state), saved=time.monotonic() - began)
         for k in itertools.count((data or 0) + 1):
             state, _ = step(state, batch_of(HERE, k))
             note("step", k=k, state=hexes(state))
@@ -677,7 +674,7 @@ def before_it_starts():
 def main():
     note("begin", pid=os.getpid())
     before_it_starts()
-    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 7}}
+    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 10}}
     jdp.distributed.initialize(**options.get(sys.argv[2], {}))
     globals()[f"case_{sys.argv[2]}"]()
 

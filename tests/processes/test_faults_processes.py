@@ -435,9 +435,9 @@ def test_stopped_while_it_compiles(start, row, rank):
 
 def test_a_process_that_compiles_is_not_late(start):
     job = start("compiles", how="launch")
-    job.processes["launcher"].wait(timeout=300)  # XLA takes its time where the machine is busy
+    job.processes["launcher"].wait(timeout=300)
     ended_well(job)
-    assert [note["seconds"] > 9 for note in job.notes("compiled", rank=2)] == [True, True], str(job)
+    assert [note["seconds"] >= 15 for note in job.notes("compiled", rank=2)] == [True, True], str(job)
 
 
 def test_never_starts(both, row):
@@ -678,7 +678,7 @@ def test_what_a_job_survives(start, row):
 
 def save_and_end(job, sender, row, fault):
     """All processes stop after the same step, save, and end well, within the time; the step and the state."""
-    seconds = job.ended(RAISED, since=sender())
+    seconds = job.ended(RAISED + 4 * max(note["saved"] for note in job.notes("from")), since=sender())
     assert job.code() == 0, str(job)
     last = [job.notes("step", rank=rank)[-1] for rank in range(N)]
     assert len({json.dumps([note["k"], note["state"]]) for note in last}) == 1, str(job)
@@ -691,7 +691,7 @@ def save_and_end(job, sender, row, fault):
 
 
 def test_sigterm_saves_and_the_run_goes_on(start, row, tmp_path):
-    job = start("preempted")
+    job = start("preempted", options=["--preemption-grace", "240"])
 
     def to_a_rank():
         job.wait("step", rank=0, k=5)
@@ -701,7 +701,7 @@ def test_sigterm_saves_and_the_run_goes_on(start, row, tmp_path):
     last = save_and_end(job, to_a_rank, row, "SIGTERM to rank 2, with a Checkpointer")
     for notes in tmp_path.glob("notes-*"):
         notes.unlink()
-    again = start("preempted")
+    again = start("preempted", options=["--preemption-grace", "240"])
 
     def to_the_launcher():
         again.wait("step", rank=0, k=last["k"] + 5)

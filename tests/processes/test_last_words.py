@@ -124,14 +124,28 @@ def after(end):
 def fails():
     raise ValueError("the child's own")
 
-codes = [after(lambda: sys.exit(0)), after(lambda: sys.exit(3)), after(fails)]
+def sleeps():
+    ready.write(b"x")
+    time.sleep(100)
+
+def terminated():  # as a multiprocessing.Pool at the end of a program
+    global ready
+    reader, writer = os.pipe()
+    ready = open(writer, "wb", 0)
+    pids, fork = [], os.fork
+    os.fork = lambda: (pids.append(fork()), pids[-1])[1]
+    import threading
+    threading.Thread(target=lambda: (os.read(reader, 1), os.kill(pids[0], 15)), daemon=True).start()
+    return after(sleeps)
+
+codes = [after(lambda: sys.exit(0)), after(lambda: sys.exit(3)), after(fails), terminated()]
 time.sleep(3)  # in which all would hear of a failure
 print("codes", codes, "sum", dp(2.0, x).sum())
 """
 
 
 def test_the_end_of_a_child_is_not_that_of_its_process(tmp_path):
-    """Of one that `os.fork` has made, as in a loader: with `sys.exit`, or by an exception."""
+    """Of one that `os.fork` has made, as in a loader: with `sys.exit`, by an exception, or by a SIGTERM."""
     (tmp_path / "forks.py").write_text(FORKS)
     root = str(pathlib.Path(__file__).parents[2])
     left_out = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
@@ -139,7 +153,7 @@ def test_the_end_of_a_child_is_not_that_of_its_process(tmp_path):
     command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "forks.py"]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     said = [line for line in done.stdout.splitlines() if "codes" in line]
-    assert sorted(said) == [f"[{rank}] codes [0, 3, 1] sum 16.0" for rank in range(2)], done.stdout + done.stderr
+    assert sorted(said) == [f"[{rank}] codes [0, 3, 1, -15] sum 16.0" for rank in range(2)], done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ValueError: the child's own") == 2 and "has failed" not in done.stderr
 
