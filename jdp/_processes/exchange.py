@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
-from .places import named
+from .places import have_ended, named
 from .watch import HINT, limits, watch
 
 _SLICE = 1.0  # seconds after which a waiting process writes that it waits, and looks which others are absent
@@ -144,21 +144,18 @@ class Call:
         Raises:
             DesyncError: a process did not come to this call within so many seconds, has ended, or makes another call.
         """
-        patience = seconds + 2 * _SLICE  # a process that waits has written so by then
-        with watch.waiting(self.what, patience):
+        with watch.waiting(self.what, patience := seconds + 2 * _SLICE):  # one that waits has written so by then
             self._began = self._late_since = time.monotonic()
             while not ready(_SLICE):
                 now = time.monotonic()
-                if watch.runs():  # others may wait for the same program, which `look` judges
-                    self._late_since = now
+                self._late_since = now if watch.runs() else self._late_since  # others may wait for that program, too
                 gone = ended()
                 found = self.entries()
                 if self.exchange.here not in found:
                     self.leave()
                 absent = [p for p in self.exchange.processes if p not in found and p != self.exchange.here]
                 if left := [p for p in absent if p in gone]:
-                    how = "have ended their programs" if len(left) > 1 else "has ended its program"
-                    raise DesyncError(self._text(left, how))
+                    raise DesyncError(self._text(have_ended(left)))
                 silent = [p for p in watch.silent(absent) if p not in gone]  # nor will these finish compiling
                 if now - self._late_since > patience or silent and watch.is_enough(now - self._began, silent):
                     self._give_up(absent, gone)
@@ -170,9 +167,9 @@ class Call:
         seconds = time.monotonic() - self._late_since
         late = [p for p in absent if seconds > limits.compile or not watch.is_busy(p)]
         if silent:
-            text = self._text(silent, watch.why_silent(silent))
+            text = self._text(f"{named(silent)} {watch.why_silent(silent)}")
         elif late:
-            text = self._text(late, f"did not come to this call within {seconds:.0f} s")
+            text = self._text(f"{named(late)} did not come to this call within {seconds:.0f} s")
         elif not absent and seconds > limits.compile:
             text = (
                 f"jdp.{self.what}: all processes have come to it {seconds:.0f} s ago; the devices, or the network "
@@ -182,9 +179,9 @@ class Call:
             return
         raise AbsentError(text)
 
-    def _text(self, absent: list[int], how: str) -> str:
+    def _text(self, why: str) -> str:
         return (
-            f"jdp.{self.what}: {named(absent)} {how}, and process {self.exchange.here} waits there; all processes make "
+            f"jdp.{self.what}: {why}, and process {self.exchange.here} waits there; all processes make "
             f"the same calls in the same order. Iterate over dp.prefetch(batches), which goes on until all have run "
             f"out of data. {HINT}"
         )

@@ -53,6 +53,10 @@ def named(processes: Sequence[int]) -> str:
     return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
 
 
+def have_ended(processes: Sequence[int]) -> str:
+    return f"{named(processes)} {'have ended their programs' if len(processes) > 1 else 'has ended its program'}"
+
+
 def machine() -> str:
     """Returns what tells machines apart: their names, the boots of Linux, the namespaces of networks and processes.
 

@@ -55,7 +55,7 @@ import jax
 
 from .._jax.private import callbacks, starts_backends
 from .coordination import ended, own_process, process_count, put, say, under
-from .places import DEAD, NOWHERE, Pending, Place, machine, named, state_of
+from .places import DEAD, NOWHERE, Pending, Place, have_ended, machine, named, state_of
 
 
 class Limits:
@@ -272,7 +272,7 @@ class Watch:
         waited = time.monotonic() - pending.since
         gone = [p for p in pending.processes if p in left and self._position(p, pending) < pending.position]
         if gone:
-            return f"{_have_ended(gone)}{_SAME}"
+            return f"{have_ended(gone)}{_SAME}"
         silent = [p for p in self.silent(pending.processes) if p not in left]
         if not self.is_enough(waited, silent):
             return None
@@ -300,7 +300,7 @@ class Watch:
         if not left or self._starts_since is None or now - self._starts_since <= limits.step:
             return None
         begun = f"jdp.distributed: process {own_process()} has waited {now - self._starts_since:.0f} s"
-        which = f"{_have_ended(sorted(left))} without asking for them"
+        which = f"{have_ended(sorted(left))} without asking for them"
         return f"{begun} for the devices of all processes, and {which}{_SAME}"
 
     def _why_in_vain_at_its_end(self, waited: float, left: set[int]) -> str | None:
@@ -458,10 +458,6 @@ class Watch:
             return ""
         place, since = self._places[process]
         return f" (its last call: {place.doing}, {place.idle + time.monotonic() - since:.0f} s ago)"
-
-
-def _have_ended(processes: list[int]) -> str:
-    return f"{named(processes)} {'have ended their programs' if len(processes) > 1 else 'has ended its program'}"
 
 
 watch = Watch()

@@ -113,13 +113,7 @@ def parallel(
     donated = _checked_positions("donate_argnums", donate_argnums)
     config: Config = dp._config
     axis_name = axis_name or config.axis_name
-    if config.mesh.inner_axes and axis_name != config.axis_name:
-        raise ValueError(
-            f"jdp.{VERB}: axis_name is {axis_name!r}, and {config.axis_name!r} counts the replicas of the mesh; the "
-            f"collectives of a step name the axis of the mesh. Name it {config.axis_name!r} in the step as well, or "
-            f"make the mesh with an axis of that name."
-        )
-    mesh = config.mesh if axis_name == config.axis_name else make_mesh(config.devices, axis_name)
+    mesh = _mesh_over(config, axis_name)
     label = getattr(step_fn, "__name__", type(step_fn).__name__)
     reduce_state, dim = config.reduce_state, config.dim  # copied, because a program must not keep the config alive
 
@@ -152,6 +146,19 @@ def parallel(
 
     step.__name__ = label
     return step
+
+
+def _mesh_over(config: Config, axis_name: str) -> ReplicaMesh:
+    """Returns the mesh of the replicas, along an axis of this name."""
+    if axis_name == config.axis_name:
+        return config.mesh
+    if config.mesh.inner_axes:
+        raise ValueError(
+            f"jdp.{VERB}: axis_name is {axis_name!r}, and {config.axis_name!r} counts the replicas of the mesh; the "
+            f"collectives of a step name the axis of the mesh. Name it {config.axis_name!r} in the step as well, or "
+            f"make the mesh with an axis of that name."
+        )
+    return make_mesh(config.devices, axis_name)
 
 
 def _checked_positions(name: str, given: Any) -> tuple[int, ...]:

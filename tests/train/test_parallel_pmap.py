@@ -266,7 +266,7 @@ def test_whole_arguments_have_names_in_errors(devices, refused):
 
 def test_replicas_that_differ_in_shape_are_told_what_holds_at_every_door(refused):
     with refused(ValueError, "parallel_apply", match=r"along axis 0 only.* Return the rows along it; dp\(\.\.\.\)"):
-        jdp.DataParallel(lambda w, x: x.T)(W, X[:-1])
+        jdp.DataParallel(lambda w, x: jnp.pad(x.T, ((0, 0), (0, 1))))(W, X[:-1])
     with refused(ValueError, "parallel_apply", match=r"is float32\[6,3\] on replica 0 .* has one shape\. Return what"):
         DP.parallel(lambda w, x: (w, x.T), out_axes=(None, None))(W, X[:-1])
 
