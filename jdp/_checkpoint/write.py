@@ -108,7 +108,7 @@ class Writer:
             warnings.warn(self._news.pop(0), stacklevel=4)  # the user's line, beyond `save`
 
     def leave(self, why: BaseException) -> str:
-        """Leaves the save that is running alone; returns the message that it is lost."""
+        """Returns the message that the running save is lost; nothing waits for that save from then on."""
         _open.discard(self)
         return self.loss(why)
 

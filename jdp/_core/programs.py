@@ -362,7 +362,7 @@ def _wait(most: int) -> None:
         try:
             oldest.block_until_ready()
         except Exception as error:
-            if oldest.is_deleted():  # by another thread, meanwhile
+            if oldest.is_deleted():  # another thread has done so since
                 continue
             # Raised here, because the results of that call may never be looked at
             error.add_note(

@@ -228,7 +228,7 @@ _SYMBOL: Any = jax.export.symbolic_shape("b")[0]  # one for all, so that JAX's c
 class RowCount:
     """The number of rows of a trace: a symbol `b`, or a multiple of a prime, whose multiples are recognised.
 
-    A trace may be read beside another one, for the same multiple of another prime.
+    A trace may be read together with another one, for the same multiple of another prime.
     """
 
     prime: int = 0  # 0: a symbol

@@ -58,7 +58,7 @@ def before_failing(wait: Callable[[float], None]) -> None:
 def finish(seconds: float = 0.0) -> None:
     """Waits so many seconds for saves that are running, and says which are lost; only the first call does.
 
-    Meanwhile the others, which the saves need, do not take this process for late.
+    In that time the others, which the saves need, do not take this process for late.
     """
     if not _finishes.acquire(blocking=False):
         return
