@@ -678,7 +678,8 @@ def test_what_a_job_survives(start, row):
 
 def save_and_end(job, sender, row, fault):
     """All processes stop after the same step, save, and end well, within the time; the step and the state."""
-    seconds = job.ended(RAISED + 4 * max(note["saved"] for note in job.notes("from")), since=sender())
+    since = sender()
+    seconds = job.ended(RAISED + 4 * max(note["saved"] for note in job.notes("from")), since)
     assert job.code() == 0, str(job)
     last = [job.notes("step", rank=rank)[-1] for rank in range(N)]
     assert len({json.dumps([note["k"], note["state"]]) for note in last}) == 1, str(job)
