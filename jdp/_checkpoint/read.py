@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._processes.exchange import exchange_of
-from .._processes.watch import limits
+from .._processes.places import limits
 from .directory import is_local, kind, open_file
 from .items import (
     FORMAT,

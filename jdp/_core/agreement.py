@@ -19,7 +19,7 @@ from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
 from .._processes.coordination import DesyncError
 from .._processes.exchange import Call, by_value, exchange_of
-from .._processes.watch import limits
+from .._processes.places import limits
 from .inputs import paths_of
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
 from .replica_mesh import ReplicaMesh

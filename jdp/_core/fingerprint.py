@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._processes.agree import difference
-from .._processes.watch import limits
+from .._processes.places import limits
 from .layout import Tree, is_key
 from .programs import dispatch
 from .replica_mesh import ReplicaMesh, outside_of_mesh

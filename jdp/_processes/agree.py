@@ -16,7 +16,8 @@ import jax
 
 from .coordination import DesyncError
 from .exchange import Exchange, by_value, exchange_of
-from .watch import limits, watch
+from .places import limits
+from .watch import watch
 
 CONTAINERS = "containers"
 

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from .coordination import AbsentError, DesyncError, delete, ended, get, put, under
-from .places import have_ended, named
-from .watch import HINT, limits, watch
+from .places import HINT, have_ended, limits, named
+from .watch import watch
 
 _SLICE = 1.0  # seconds after which a waiting process writes that it waits, and looks which others are absent
 _KEPT = 64  # entries of a process in the coordination service, before it deletes the oldest

@@ -44,7 +44,8 @@ from .last_words import (
     text_of,
     time_for_saves,
 )
-from .watch import limits, watch
+from .places import limits
+from .watch import watch
 
 
 @functools.cache  # once

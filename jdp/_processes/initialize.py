@@ -18,7 +18,7 @@ from .compilation_cache import use_compilation_cache
 from .coordination import coordinator, own_process, process_count, say
 from .hooks import install
 from .launchers import Alone, incomplete, launched, number, ray_worker, several
-from .watch import limits
+from .places import limits
 
 
 def initialize(

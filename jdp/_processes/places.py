@@ -1,4 +1,4 @@
-"""Where a process is, what it waits for, and what this machine says of a process that it runs."""
+"""Where a process is, what it waits for and how long, and what this machine says of a process that it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 DEAD = ("", "Z", "X")  # states of Linux: no such process, or only its exit code is left
+
+
+HINT = (
+    "Call it in all processes, also what stands under `if jax.process_index() == 0`; for work that takes one process "
+    "longer, jdp.distributed.initialize(timeout=...)."
+)
+
+
+class Limits:
+    """Seconds to wait for the other processes; `jdp.distributed.initialize` sets all but `compile`."""
+
+    def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
+        self.step, self.start, self.compile = step, start, compile
+        self.shutdown = 300.0  # JAX's default
+        self.are_set = False  # by `initialize`
+
+
+limits = Limits()
 
 
 class Place(NamedTuple):

@@ -55,27 +55,12 @@ import jax
 
 from .._jax.private import callbacks, starts_backends
 from .coordination import ended, own_process, process_count, put, say, under
-from .places import DEAD, NOWHERE, Pending, Place, have_ended, machine, named, state_of
+from .places import DEAD, HINT, NOWHERE, Pending, Place, have_ended, limits, machine, named, state_of
 
-
-class Limits:
-    """Seconds to wait for the other processes; `jdp.distributed.initialize` sets all but `compile`."""
-
-    def __init__(self, step: float = 20.0, start: float = 60.0, compile: float = 1800.0) -> None:
-        self.step, self.start, self.compile = step, start, compile
-        self.shutdown = 300.0  # JAX's default
-        self.are_set = False  # by `initialize`
-
-
-limits = Limits()
 _FOLDER = "jdp/at/"
 _BEAT = 2.0  # seconds between two notes of where this process is
 _SILENCE = 3 * _BEAT  # a process that is well and within reach is never silent for so long
 _FEW = 64  # up to so many processes, each may ask for all others
-HINT = (
-    "Call it in all processes, also what stands under `if jax.process_index() == 0`; for work that takes one process "
-    "longer, jdp.distributed.initialize(timeout=...)."
-)
 _SAME = f"; all processes make the same calls in the same order. {HINT}"
 _SMALL = 4096  # bytes of an output that may be kept alive until it is computed
 
@@ -116,7 +101,8 @@ class Watch:
         """Notes that the program that this process came to last runs now."""
         held: Callable[[], Any] = (lambda: output) if output.nbytes <= _SMALL else weakref.ref(output)
         now = time.monotonic()
-        self._running.append(Pending(group, processes, self._positions[group], self._doing, now, held))
+        with self._finding:
+            self._running.append(Pending(group, processes, self._positions[group], self._doing, now, held))
 
     @contextlib.contextmanager
     def dispatching(self, group: str, processes: tuple[int, ...], seconds: float | None = None) -> Iterator[None]:

@@ -120,37 +120,28 @@ def test_a_failure_that_the_program_has_heard_of_is_its_own(tmp_path):
     assert program(tmp_path, script) == (0, "heard\nat exit\nfirst of all\n", "")
 
 
-@pytest.mark.full
-def test_who_does_not_want_to_wait_for_the_last_save_is_told_what_is_lost(tmp_path):
-    script = """
-    after(60)
+IMPATIENT = {
+    "at the end of the program": """
     checkpointer.save(1, state)
     wait = checkpointer._writer.wait
     checkpointer._writer.wait = lambda: (print("waits", flush=True), wait())
-    """
-    with begun(tmp_path, script) as process:
-        try:
-            assert process.stdout.readline() == "waits\n"
-            process.send_signal(signal.SIGINT)
-            out, error = process.communicate(timeout=40)
-        finally:
-            process.kill()
-    assert process.returncode == 1 and out == "at exit\nfirst of all\n"
-    assert f"step 1 was not saved in {tmp_path}: KeyboardInterrupt came before it was complete; there is no" in error
-
-
-@pytest.mark.full
-def test_a_second_ctrl_c_ends_the_wait_at_the_end_of_the_block(tmp_path):
-    script = """
-    after(60)
+    """,
+    "at the end of the block, for the second time": """
     with checkpointer:
         checkpointer.save(1, state)
         wait = checkpointer._writer.wait
         checkpointer._writer.wait = lambda *seconds: (print("waits", flush=True), wait(*seconds))
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
-    """
-    with begun(tmp_path, script) as process:
+    """,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", IMPATIENT)
+def test_who_does_not_want_to_wait_for_the_last_save_is_told_what_is_lost(tmp_path, when):
+    """By Ctrl-C while the program waits for a save that takes a minute."""
+    with begun(tmp_path, "    after(60)\n" + IMPATIENT[when]) as process:
         try:
             assert process.stdout.readline() == "waits\n"
             process.send_signal(signal.SIGINT)

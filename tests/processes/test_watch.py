@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jdp._processes import watch as module
-from jdp._processes.watch import Limits, Watch
+from jdp._processes.places import Limits
+from jdp._processes.watch import Watch
 
 ALL = (0, 1, 2)
 
