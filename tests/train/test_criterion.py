@@ -21,6 +21,7 @@ from flax import nnx
 from laws import close
 
 import jdp
+from jdp._core import programs
 
 RANDOM = np.random.RandomState(0)
 X, Y = RANDOM.randn(24, 3).astype(np.float32), RANDOM.randn(24, 2).astype(np.float32)
@@ -1232,6 +1233,10 @@ def test_a_criterion_is_freed_with_its_programs():
         del criterion, own
     gc.collect()
     assert [ref() is None for ref in gone] == [True] * 3
+    last = lambda o, x: (o**2).mean()  # noqa: E731
+    dp.value_and_grad(forward, criterion=last)(np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
+    _, made = programs._made[id(forward)]
+    assert len(made) == 2  # what belongs to those that are gone is dropped when the next one comes
 
 
 NO_ENTRIES_OF_THEIR_OWN = {

@@ -137,18 +137,6 @@ def test_a_state_that_was_freed_is_named(n):
         step(state, {"x": X[:4], "y": Y[:4]})
 
 
-def test_a_state_that_was_freed_is_named_on_a_mesh_of_one_replica():
-    mesh = jax.make_mesh((1, 2), ("data", "model"))
-    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], mesh)
-    step = dp.train_step(lambda v, x: (dp(v, x) ** 2).mean(), optax.sgd(0.1))
-    state = step.init({"params": {"w": np.ones((3, 2), np.float32)}})
-    for _ in range(3):
-        state, _ = step(state, np.ones((4, 3), np.float32))
-    state.params["w"].delete()
-    with pytest.raises(RuntimeError, match=r"jdp\.train_step: state\.params\['w'\] was donated"):
-        step(state, np.ones((4, 3), np.float32))
-
-
 def test_inside_of_a_transformation_and_of_a_mesh(again):
     step = step_on([0, 1], donate=False)
     state = step.init(variables())
