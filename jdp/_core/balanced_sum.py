@@ -50,7 +50,7 @@ def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outpu
     body = body_of(call_of, label)
 
     def run(replicas: Tree, inputs: Scattered, kwargs: Scattered | None, index: Any) -> tuple[Parts, Outputs]:
-        operands, signature = flatten_call(replicas, inputs, kwargs)
+        operands, signature = flatten_call(replicas, inputs, kwargs, "train_step")
         operands = list(signature.fold_keys(operands, index))
         bodies = trace_bodies(functools.partial(body, signature), operands, signature)
         place = signature.axis_name, index

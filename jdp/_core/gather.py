@@ -14,7 +14,7 @@ from jax.core import Tracer
 from .devices import Device, DeviceLike, resolve_output
 from .global_arrays import own_part, refuse_traced
 from .inputs import STACKED, check_dim, is_array, is_sparse, name_of, normal_axis, way_out
-from .layout import Cut, Layout, Leaf, Shard, Tree, Whole, is_key
+from .layout import Cut, Layout, Leaf, Shard, Static, Tree, Whole, is_key
 from .programs import dispatch
 from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .scatter import Cutting, jitted_for, split
@@ -63,9 +63,11 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
 def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
     """Gathers; an array that was cut along another axis than `dim` is treated as a list with one array per replica."""
     layout = s._layout
+    at = [k for k, leaf in enumerate(layout.leaves) if not isinstance(leaf, Static)]  # arrays among the leaves
     in_place = [
         not isinstance(leaf, Cut)
-        or leaf.axis == normal_axis(dim, x.ndim, "gather", lambda i=i: name_of(layout.fill(s._arrays), i, "outputs"))
+        or leaf.axis
+        == normal_axis(dim, x.ndim, "gather", lambda i=i: name_of(layout.fill(s._arrays), at[i], "outputs"))
         for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True))
     ]
     if all(in_place):

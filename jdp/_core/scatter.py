@@ -224,7 +224,7 @@ def _key_of_batch(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         if type(x) is Scattered:
             key.append(x._layout)
             arrays += x._arrays
-        elif isinstance(x, ARRAYS):
+        elif isinstance(x, ARRAYS) and not isinstance(x, str | bytes):  # numpy has strings of its own
             key.append((x.shape, x.dtype, type(x) is np.ma.MaskedArray))  # `classify` refuses it
             arrays.append(x)
         else:

@@ -103,12 +103,18 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
     return signature._replace(leaves=tuple(leaves)), whole
 
 
+def params_of(replicas: Tree) -> Tree:
+    """Returns the parameters in what a program runs on: a pair of them and `Held` for a loss, `Held` for an NNX call."""
+    if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "variables"):
+        return replicas[0]
+    return getattr(replicas, "variables", replicas)
+
+
 def names(signature: Signature) -> list[str]:
     """Returns the path of each operand that is a parameter, and "" for the others."""
     numbers = range(len(signature.leaves))
     replicas, _, _ = signature.fill(numbers)
-    # For an NNX model and for a loss, `replicas` is a pair: the parameters, and `Held`.
-    params = replicas[0] if isinstance(replicas, tuple) and replicas else replicas
+    params = params_of(replicas)
     path_of = {number: path_name(path) for path, number in jax.tree_util.tree_leaves_with_path(params)}
     return [path_of.get(number, "") for number in numbers]
 

@@ -63,7 +63,7 @@ def run_chunks(
         out = as_used(body_of(0), operands, signature)
     else:
         if not _settings.jax_disable_jit:  # the body is jitted, so this trace serves the call below, too
-            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), n, signature.layout.mesh)
+            _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), signature.layout.mesh)
         out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))
     return dataclasses.replace(out, sizes=sizes)
@@ -118,7 +118,7 @@ Bodies = dict[tuple[int, ...], Body]
 
 def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature) -> Bodies:
     """Returns one body for each size of chunk; the first replica of a size stands for all of that size."""
-    layout, n = signature.layout, len(signature.layout.devices)
+    layout = signature.layout
     axis_env = _axis_env(signature)
     # With no rows at all, the model is traced on zero rows to find the shapes of its outputs; see `_on_no_rows`.
     first = {_sizes_of_operands(signature, i): i for i in reversed(layout.used)} or {(): 0}
@@ -127,7 +127,7 @@ def trace_bodies(body_of: BodyOf, operands: Sequence[Any], signature: Signature)
         # Traced here, before lax.switch does, to know the shapes of outputs and to look for collectives.
         mine = _at_size(operands, signature, replica)
         jaxpr, out = jax.make_jaxpr(body_of(replica), axis_env=axis_env, return_shape=True)(*mine)
-        _refuse_what_needs_devices(jaxpr, n, layout.mesh)
+        _refuse_what_needs_devices(jaxpr, layout.mesh)
         if layout.used and is_uneven(signature):
             _refuse_collectives(jaxpr.jaxpr, signature)
         bodies[sizes] = Body(replica, jaxpr, out)
@@ -268,12 +268,16 @@ def _pad_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x
 
 
-# What an error advises in place of collectives on unequal chunks, by the door that was called.
+_IN_TRAINING = (
+    "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs of all rows is "
+    "criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)"
+)
+# What an error advises in place of collectives on unequal chunks, by the public function that was called.
 _BY_ROWS = {
-    "value_and_grad": "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs "
-    "of all rows is criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)",
-    "train_step": "leave the collectives out: means are reduced by rows anyway, and a loss that needs the outputs of "
-    "all rows is criterion=, which gets them (sync_batch_norm=True stands for the axis_name of a BatchNorm)",
+    "value_and_grad": _IN_TRAINING,
+    "train_step": _IN_TRAINING,
+    "evaluate": "leave the collectives out: jdp.Mean(total, count) and jdp.Sum(total) are added up over all rows "
+    "anyway, and arrays with an entry for each row come back for all rows",
     "parallel": "write the step for dp.train_step, which reduces by rows (sync_batch_norm=True there stands for the "
     "axis_name of a BatchNorm)",
     "parallel_apply": "leave the collectives to dp.train_step or dp.value_and_grad, which reduce by rows and whose "
@@ -302,7 +306,7 @@ def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
 _ENDING_AT_HALVES = {*REDUCERS, "reduce_scatter"}
 
 
-def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
+def _refuse_what_needs_devices(traced: Any, mesh: ReplicaMesh) -> None:
     """Raises a `ValueError` for a `shard_map` in a replica of one device, and for callbacks that are ordered.
 
     Also for a collective that would end the process: see `ReplicaMesh.sums_in_32_bits`.
@@ -322,6 +326,7 @@ def _refuse_what_needs_devices(traced: Any, n: int, mesh: ReplicaMesh) -> None:
             f"jdp.parallel_apply: the model calls shard_map{where and f' ({where})'}; it runs on one device of each "
             f"replica, which cannot be split further. Call the function without shard_map, on the chunk."
         )
+    n = len(mesh.all_devices)
     eqn = ordered(traced.jaxpr) if n > 1 and traced.effects else None
     if eqn is not None:
         where = source_line(eqn)

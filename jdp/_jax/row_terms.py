@@ -123,7 +123,8 @@ class Reader:
         names_axes = "axes" in eqn.params or "axis_name" in eqn.params
         if names_axes and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
             joined = functools.reduce(either, values, CONST)
-            return [collected(v) for v in (values if len(values) == len(outs) else [joined] * len(outs))]
+            each = values if len(values) == len(outs) else [joined] * len(outs)
+            return [collected(eqn, v, self.at()) for v in each]
         if name == "custom_vjp_call":
             _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
             is_made = any(v.number is None for v in values)  # some operand is no literal number

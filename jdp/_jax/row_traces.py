@@ -138,7 +138,10 @@ class Traced:
             elif fault is None and value.degree != (kind != "mean"):
                 is_place = bool(value.at) and value.at[0].primitive.name == "iota"
                 fault = Fault("count" if is_place else "sum", value.at)
-            if fault is None or is_accepted or value.number == 0 or (is_meant and not i):
+            is_term = kind in ("sum", "count")
+            if value.added is not None and (is_term or kind == "mean" and value.kind == Kind.SHARED):
+                found.append(value.added)
+            elif fault is None or is_accepted or value.number == 0 or (is_meant and not i):
                 found.append(None)
             else:
                 found.append(fault)

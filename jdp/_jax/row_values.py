@@ -21,7 +21,7 @@ from . import row_primitives as primitives
 from .callers import source_line
 from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
-Blame = Literal["sum", "part", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "order"]
+Blame = Literal["sum", "part", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "order", "added"]
 Entries = Literal["row", "column", "diagonal", "pairs"]
 """What each entry of a matrix of pairs of rows is: the number of its row or column, zero off the diagonal, or made of
 its two rows and nothing else."""
@@ -31,7 +31,9 @@ class Kind(enum.IntEnum):
     """How a value depends on the rows. A result is of the largest kind of its operands, if no rule says otherwise."""
 
     CONST = 0  # does not depend on the rows
-    SHARED = 1  # a mean over the rows that came through a collective: as CONST, but it depends on them
+    SHARED = (
+        1  # a mean over the rows that came through a collective, as a mean or a sum: as CONST, but it depends on them
+    )
     SUMMED = 2  # made of sums over the rows
     ROWS = 3  # has entries of its own for each row
     UNKNOWN = 4  # cannot be followed
@@ -94,6 +96,7 @@ class RowValue(NamedTuple):
     padded: bool = False  # has zeros before or after its rows, which add nothing to a sum
     picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty if it is not known which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
+    added: Fault | None = None  # the fault of a sum over the replicas, if jdp is to add up those of all replicas
     meant: Kind | None = None  # multiplied by a count of this kind (`mean * n`): a mean of means is meant
 
     @property
@@ -156,11 +159,13 @@ def repeated(value: RowValue) -> RowValue:
     return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
 
 
-def collected(value: RowValue) -> RowValue:
+def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
     """Returns what is known of a value after a collective."""
-    if value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0:
-        return RowValue(Kind.SHARED)
-    return value if value.kind == Kind.CONST else UNKNOWN
+    if value.kind == Kind.CONST:
+        return value
+    is_mean = value.kind in (Kind.SUMMED, Kind.SHARED) and value.degree == 0
+    added = Fault("added", at) if eqn.primitive.name.startswith("psum") else None
+    return (RowValue(Kind.SHARED) if is_mean else UNKNOWN)._replace(added=added)
 
 
 def either(a: RowValue, b: RowValue) -> RowValue:

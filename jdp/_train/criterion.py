@@ -327,7 +327,11 @@ def _plus(found: Tree, direct: Tree) -> Tree:
     """Returns a tree of scattered arrays with `direct` added to them."""
     if not jax.tree.leaves(direct):
         return found
-    return jax.tree.map(lambda s, x: Scattered((s._arrays[0] + x,), s._layout), found, direct, is_leaf=is_scattered)
+
+    def plus(s: Scattered, x: Any) -> Scattered:
+        return Scattered((s._arrays[0] + (x._arrays[0] if is_scattered(x) else x),), s._layout)
+
+    return jax.tree.map(plus, found, direct, is_leaf=is_scattered)
 
 
 def _whole(x: Any, layout: Layout) -> Scattered:

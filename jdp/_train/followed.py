@@ -29,6 +29,7 @@ _WHAT = {
     "count": "made of the number of rows, or of their positions, and a replica has only its own rows",
     "order": "in another order than the rows of the batch, and a replica can order only its own rows",
     "step": "made of every second row (or every third), and a replica's number of rows is no multiple of that",
+    "added": "a sum over the replicas already, and would count once for each replica",
     "pairs": "made of rows that are combined with other rows, and a replica sees only its own rows",
 }
 IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
@@ -39,6 +40,7 @@ _FIRST = {
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "part": "Multiply by a mask that comes with the batch, and return jdp.Mean(total, mask.sum()), or ",
     "count": "Pass the positions of the rows with the batch (np.arange(len(x)), which is cut like the rows), or ",
+    "added": "Leave the collective out, or ",
     "ratio": "Return jdp.Mean(total, count), whose totals and counts are added up before the division, or ",
 }
 _COLUMN = "If shapes (n,) and (n, 1) met there, give both arrays one of them (x[:, 0]); else "
@@ -240,6 +242,7 @@ class Followed:
             way = "Return a mean over the rows, and what does not depend on them, without a marker"
             if kind == "count":
                 way = "Return jdp.Mean(total, count) of plain sums over the rows (count + 1e-6 where it may be 0)"
+            way = "Leave the collective out" if found.kind == "added" else way
             raise TypeError(
                 f"{name} is a jdp.{'Mean' if kind == 'count' else 'Sum'} whose {part} is {what}; totals and counts are "
                 f"added up over replicas and microbatches. {way}, or {self._way}."

@@ -66,6 +66,8 @@ def test_dim_out_of_range_is_refused(refused, devices, dim):
         jdp.gather(jdp.scatter({"x": rows(4)}, devices[:2]), dim=dim)
     with refused(IndexError, "gather", rf"(?s)\['x'\].*1 dimension.*{dim}"):
         jdp.gather([{"x": rows(4)}, {"x": rows(4)}], dim=dim)
+    with refused(IndexError, "gather", r"outputs\['x'\]"):  # Python values before it do not count
+        jdp.gather(jdp.scatter({"a": "text", "x": rows(4)}, devices[:2]), dim=dim)
 
 
 @pytest.mark.one_case

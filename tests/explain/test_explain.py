@@ -170,9 +170,20 @@ def test_parameters_that_are_cut_are_gathered(dp):
     assert {p for c in of["all-gather"] for p in c.parameters} == {*names}
     assert BYTES <= sum(c.bytes for c in of["all-gather"]) <= 2 * BYTES  # forward, and backward what it needs there
     model = jdp.DataParallel(nnx.Linear(16, WIDTH, rngs=nnx.Rngs(0)), dp.devices, shard_params=True)
-    assert jdp.explain(model, x).collective_bytes == 4 * 17 * WIDTH
+    report = jdp.explain(model, x)
+    assert report.collective_bytes == 4 * 17 * WIDTH
+    assert sorted(p for c in report.collectives for p in c.parameters) == ["bias", "kernel"]
     whole = jdp.explain(dp.apply, jdp.replicate(variables, dp.devices), jax.device_put(x, dp.devices[0]))
     assert whole.collective_bytes == 0
+
+
+def test_parameters_of_one_shape_in_a_tuple_are_told_apart(dp):
+    """By the scope that each is gathered in; by their shapes they could not be."""
+    x = np.ones(X.shape, X.dtype)
+    pair = tuple(dp.init(jax.random.key(i), x, shard_params=True)["params"]["hidden"]["kernel"] for i in range(2))
+    both = jdp.DataParallel(lambda pair, x: (x @ pair[0]) * (x @ pair[1]), dp.devices)
+    report = jdp.explain(both, pair, x)
+    assert sorted(p for c in report.collectives for p in c.parameters) == ["0", "1"]
 
 
 def test_the_function_that_was_explained_may_be_gone(dp):

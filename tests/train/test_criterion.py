@@ -556,6 +556,18 @@ def test_argnums_name_what_is_cut_and_what_is_whole(argnums, n, size):
     close(got, whole(around, with_table, argnums)(*args), atol=1e-5)
 
 
+def test_argnums_beside_parameters_that_are_cut():
+    """The criterion depends on y[i] itself; the parameters, on which it does not depend, are cut over the devices."""
+    dense = nn.Dense(2)
+    variables = jdp.DataParallel(dense, range(2)).init(jax.random.key(0), X[:1], shard_params=True)
+
+    def applied(variables, x, y):
+        return dense.apply(variables, x)
+
+    expected = whole(forward=applied, argnums=(0, 2))(jax.device_get(variables), *batch(8))
+    close(wrapper(2).value_and_grad(applied, (0, 2), criterion=criterion)(variables, *batch(8)), expected)
+
+
 def test_argnums_of_what_is_whole_with_microbatches():
     args = PARAMS, *batch(10), {"w": PARAMS["w"] / 3}
     options = {"criterion": around, "in_axes": (0, 0, None), "accumulate_steps": 2}

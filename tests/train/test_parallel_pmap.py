@@ -307,8 +307,18 @@ def test_ordered_effects_are_refused_at_every_door(rows, refused):
 
 
 def test_one_device_keeps_the_order(capfd):
-    one = jdp.DataParallel(lambda w, x: (jax.debug.print("{}", x.sum(), ordered=True), x)[1], devices=[0])
-    np.testing.assert_array_equal(one(W, X), X)
+    """That of the replicas, too, if it has several."""
+
+    def called(w, x):
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return x
+
+    for replicas in (1, 4):
+        one = jdp.DataParallel(called, devices=[0], replicas=replicas)
+        np.testing.assert_array_equal(one(W, X), X)
+        jax.effects_barrier()
+        told = [float(line) for line in capfd.readouterr().out.split()]
+        np.testing.assert_allclose(told, [x.sum() for x in np.split(X, replicas)], rtol=1e-4)
 
 
 @pytest.mark.parametrize("out, what", [("text", "str"), ({1, 2}, "set"), (np.array("text"), "ndarray")])

@@ -1231,13 +1231,16 @@ def test_a_loss_that_is_reduced_already(refused):
     match = r"the loss is reduced over 'data' already \(psum at test_value_and_grad\.py:\d+\).*criterion="
     with refused(ValueError, "value_and_grad", match):
         wrapper(2).value_and_grad(reduced, accumulate_steps=2)(*GOOD)
+    with refused(ValueError, "value_and_grad", match):
+        wrapper(2).value_and_grad(lambda *args: lax.psum(jnp.sum(vector(*args)), "data"))(*GOOD)
+    match = r"the loss is .* a sum over the replicas already.*\(psum at test_value_and_grad\.py:\d+\).*criterion="
     for again in (
         lambda *args: jdp.Sum(lax.psum(jnp.sum(vector(*args)), "data")),
         lambda *args: jdp.Mean(lax.psum(jnp.sum(vector(*args)), "data"), lax.psum(5, "data")),
         lambda *args: lax.psum(scalar(*args), "data"),
         lambda *args: jax.jit(lambda x: lax.psum(x, "data"))(scalar(*args)),
     ):
-        with refused(ValueError, "value_and_grad", match):
+        with refused(TypeError, "value_and_grad", match):
             wrapper(2).value_and_grad(again)(*GOOD)
     still_right()
 

@@ -1,5 +1,6 @@
 """evaluate: the metrics of a whole data set are those of one pass over all rows, however it is cut."""
 
+import contextlib
 import itertools
 
 import flax.linen as nn
@@ -273,6 +274,61 @@ def test_metrics_that_are_refused(case, n, refused):
     kind, metrics, match = BAD[case]
     with refused(kind, "evaluate", match):
         jdp.DataParallel(MODEL, range(n)).evaluate(lambda v, b: metrics(b), VARIABLES, TWO)
+
+
+def total_of_replicas(x):
+    return jax.lax.psum(x, "data")
+
+
+ADDED = r"is .* a sum over the replicas already.* \(psum at test_evaluate\.py:\d+\).*Leave the collective out"
+
+
+@pytest.mark.parametrize("door", ["evaluate", "value_and_grad"])
+@pytest.mark.parametrize("form", ["sum", "mean", "term", "bare", "in a sum of terms"])
+def test_metrics_that_the_function_has_added_up_itself(form, door, refused):
+    """A sum over the replicas is the same on all of them: added up once more, it would count once for each."""
+
+    def metric(x):
+        total = total_of_replicas(x.sum())
+        return {
+            "sum": lambda: jdp.Sum(total),
+            "mean": lambda: jdp.Mean(total, len(x)),
+            "term": lambda: jdp.Mean(total, jdp_count(x)),
+            "bare": lambda: total_of_replicas(x.mean()),
+            "in a sum of terms": lambda: jdp.Sum(x.sum()) - 2 * jdp.Sum(total),
+        }[form]()
+
+    def jdp_count(x):
+        return total_of_replicas((x == x).sum())
+
+    run_door(door, metric, (refused, TypeError, door, ADDED))
+    # What is right: the mean of a sum that is the same everywhere, means of means, and the sum of the replicas' means.
+    x = ROWS[:16]
+    for right, want in (
+        (lambda x: total_of_replicas(x.sum()), x.sum()),
+        (lambda x: total_of_replicas(x.sum()) / total_of_replicas(x.size), x.mean()),
+        (lambda x: jax.lax.pmean(x.mean(), "data"), x.mean()),
+        (lambda x: jdp.Sum(jax.lax.pmean(x.sum(), "data")), x.sum()),
+    ):
+        np.testing.assert_allclose(run_door(door, right), want, rtol=1e-5)
+
+
+def run_door(door, metric, expected=None):
+    """Returns the metric of 16 rows on 4 devices by this public function, or sees it refused."""
+    dp, x = jdp.DataParallel(lambda w, x: x @ w, range(4)), ROWS[:16]
+    w = np.ones(5, np.float32)
+    with contextlib.nullcontext() if expected is None else expected[0](*expected[1:]):
+        if door == "evaluate":
+            return dp.evaluate(lambda w, x: {"m": metric(x)}, w, [x])["m"]
+        return dp.value_and_grad(lambda w, x: ((x @ w).mean(), metric(x)), has_aux=True)(w, x)[0][1]
+
+
+def test_collectives_on_uneven_chunks(refused):
+    """The last batch of an epoch is uneven, and the error says what stands for the collective."""
+    dp = jdp.DataParallel(MODEL, range(4))
+    match = r"chunks are \(2, 2, 1\).*or leave the collectives out: jdp\.Mean\(total, count\) and jdp\.Sum"
+    with refused(ValueError, "evaluate", match):
+        dp.evaluate(lambda v, x: {"m": jax.lax.pmean(x.mean(), "data")}, VARIABLES, [ROWS[:5]])
 
 
 @pytest.mark.parametrize("batches", [[], [{"x": ROWS[:0], "y": LABELS[:0]}]])

@@ -118,6 +118,15 @@ def test_batches_that_were_scattered_one_by_one_are_recalled(monkeypatch):
 
 
 @pytest.mark.one_case
+@pytest.mark.parametrize("kind", [str, np.str_, np.bytes_])
+def test_names_in_a_batch_that_are_of_numpys_types(kind):
+    """They are Python values, as a str is: a known call has none of them among its arrays."""
+    dp = wrapper(lambda params, batch: affine(params, batch["x"]))
+    for name in ("a.png", "b.png"):
+        value = kind(name.encode()) if kind is np.bytes_ else kind(name)
+        np.testing.assert_array_equal(dp(host_params(), {"x": X, "name": value}), EXPECTED)
+
+
 @pytest.mark.parametrize("moved", [["a"], ["b"], ["a", "b"]], ids=str)
 @pytest.mark.parametrize("place", ["host", "primary", "uncommitted"])
 def test_parameters_elsewhere_are_moved_as_ever(moved, place):

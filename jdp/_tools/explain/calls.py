@@ -16,7 +16,7 @@ from ..._core.layout import Cut, Layout, Stack, Tree
 from ..._core.programs import FlatProgram, ReplicaProgram, intercept
 from ..._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
 from ..._core.scattered import Scattered, is_scattered
-from ..._core.shards import cut_axis_of, shard
+from ..._core.shards import cut_axis_of, params_of, shard
 from ..._jax.private import compilations
 from ..._train.computation import jit_of_state
 from ..._train.program import Program
@@ -31,7 +31,7 @@ class Call:
     mesh: ReplicaMesh
     roles: dict[str, Tree]
     batch: tuple[Scattered, ...]
-    differentiated: Tree  # the parameters whose gradients it reduces, if it reduces any
+    params: Tree  # the parameters that it gathers, or whose gradients it reduces
     compilations: int | None
     trace: Callable[[], Any]  # `jax.jit(...).trace` of the program
     alone: Callable[[], Call]  # the same call on the primary device alone, with the whole batch
@@ -194,8 +194,7 @@ def replicas_call(
         mesh=mesh,
         roles={"parameters": replicas},
         batch=tuple(s for s in rest if s is not None),
-        # value_and_grad differentiates the first element of the tuple. Other programs have no gradients to look for.
-        differentiated=replicas[0] if isinstance(replicas, tuple) and replicas else replicas,
+        params=params_of(replicas),
         compilations=compilations(_jitted_of(program.programs)),
         trace=lambda: program.jitted(*rest).trace(*operands),
         alone=alone,
@@ -222,7 +221,7 @@ def step_call(program: Program, state: TrainState, batch: Scattered) -> Call:
             "state": (shapes.step, shapes.state, shapes.key),
         },
         batch=(scattered,),
-        differentiated=shapes.params,
+        params=shapes.params,
         compilations=compilations(_jitted_of(program.compiled)),
         trace=lambda: jit_of_state(program, shapes, batch._layout, {}).trace(shapes, scattered._arrays),
         alone=alone,

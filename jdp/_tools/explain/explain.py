@@ -159,7 +159,7 @@ def _output_bytes(memory: Any) -> int:
 
 def _collectives_of(call: Call, module: Module) -> tuple[Collective, ...]:
     """Returns the collectives with the names of the parameters they carry, without the leading argument numbers."""
-    found = jax.tree_util.tree_leaves_with_path(call.differentiated, is_leaf=is_scattered)
+    found = jax.tree_util.tree_leaves_with_path(call.params, is_leaf=is_scattered)
     found = [(path, x._arrays[0] if is_scattered(x) else x) for path, x in found]  # a cut parameter is a Scattered
     leaves = {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in found if hasattr(x, "dtype")}
     short = {name: re.sub(r"^(\d+\.)+", "", name).removesuffix(".value") for name in leaves}
