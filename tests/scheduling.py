@@ -5,7 +5,7 @@ from xdist.scheduler import LoadFileScheduling
 
 
 class Files(LoadFileScheduling):
-    """xdist's `--dist loadfile`, which goes on when a worker has crashed: there (3.8) the run waits for ever.
+    """xdist's `--dist loadfile`, which goes on when a worker has crashed: there (3.8) the run waits forever.
 
     It hands the files of that worker on, also those that are done, and a worker that gets nothing to do, or one case
     alone, waits for more.

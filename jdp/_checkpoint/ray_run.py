@@ -46,7 +46,7 @@ class RayRun:
         """Reports a complete checkpoint, unless that was done; all workers call it, and wait for each other."""
         if step is None or step <= self._reported:
             return
-        tell_all("")  # jdp names the process that does not come; Ray would wait for it for ever
+        tell_all("")  # jdp names the process that does not come; Ray would wait for it forever
         checkpoint = self._train.Checkpoint(f"{self._folder}/{step}", self._files)
         where_it_is = self._train.CheckpointUploadMode.NO_UPLOAD
         self._train.report({"step": step}, checkpoint=checkpoint, checkpoint_upload_mode=where_it_is)

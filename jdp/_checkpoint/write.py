@@ -242,7 +242,7 @@ def _checkpointer() -> Any:
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.PyTreeSave, tree)
     registry.add(MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=apart))
-    # If a thread makes the directories and fails, threads of Orbax wait for ever, and the process with them. With
+    # If a thread makes the directories and fails, threads of Orbax wait forever, and the process with them. With
     # several processes a thread has to make them: otherwise Orbax runs collectives outside of the user's thread.
     how = ocp.AsyncOptions(create_directories_asynchronously=jax.process_count() > 1)
     options = ocp.CompositeOptions(async_options=how, multiprocessing_options=apart)
@@ -301,7 +301,7 @@ def _finish_within(seconds: float) -> None:
 
         threading.Thread(target=wait, daemon=True).start()
         if not stopped.wait(max(_MOMENT, over - time.monotonic())):
-            threading.Thread(target=tell, daemon=True).start()  # it lists the directory, which may take for ever, too
+            threading.Thread(target=tell, daemon=True).start()  # it lists the directory, which may take forever, too
             late.wait(_FOR_THE_TEXT)
         for text in lost:
             say(text)

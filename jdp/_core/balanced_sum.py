@@ -45,7 +45,8 @@ class Parts(NamedTuple):
 def one_replica(call_of: CallOf, label: str) -> Callable[..., tuple[Parts, Outputs]]:
     """Returns `run(replicas, inputs, kwargs, index) -> (parts, outputs)` for one replica; `outputs` has shapes alone.
 
-    The layouts are those of all replicas on one device. `inputs` is the chunk of this replica, padded like all chunks.
+    Each layout describes all replicas as if they were on one device. `inputs` is the chunk of this
+    replica, padded like all chunks.
     """
     body = body_of(call_of, label)
 
@@ -98,7 +99,9 @@ class Segment(NamedTuple):
 def segments(
     turn: Callable[..., Parts], operands: Sequence[Any], layout: Layout, label: str
 ) -> tuple[list[Segment], Parts]:
-    """Splits the program `turn(*operands)` of a replica at its sums over all replicas; also returns its parts' shapes.
+    """Splits a replica's program, `turn(*operands)`, at its sums over all replicas.
+
+    Returns the segments, and the shapes of the results.
 
     The first segment begins with the operands. Values that a later segment reads are held between two segments.
     """

@@ -1,4 +1,4 @@
-"""Remembers the calls of a door, which is a public entry point: a repeated call goes straight to its program.
+"""Remembers the calls of a public entry point: a repeated call goes straight to its program.
 
 scatter and replicate pass some arrays on unchanged: replicated parameters, arrays of a batch that is cut already, and
 numpy arrays that the program itself places. A call without other arrays is remembered by the types of its arrays (and
@@ -33,22 +33,22 @@ Kwargs = Mapping[str, Any]
 
 
 Known = tuple[FlatProgram, Sequence[Any] | None, Any]
-"""A program that ran; the shardings of its parameters, if some are cut inside of the replicas; and what its door needs
-to finish a repeated call: for value_and_grad, the roles of its arguments."""
+"""A program that ran; the shardings of its parameters, if some are cut inside of the replicas; and what its caller
+needs to finish a repeated call: for value_and_grad, the roles of its arguments."""
 
 
 class Calls(Recent[Any, Recent[Any, Known]]):
-    """The calls that one door has run, by what decides how the batch is cut, then by the treedef of the parameters."""
+    """The calls that one entry point has run, by what decides how the batch is cut, then by the parameters' treedef."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: Reads = {}  # the Python values that the door's function has asked for
+        self.reads: Reads = {}  # the Python values that the user's function has asked for
         self._module: Any = None  # the module of these calls; they are dropped if the user has replaced it
 
     def run_known(
         self, mesh: ReplicaMesh, module: Any, params: Tree, args: Args, kwargs: Kwargs
     ) -> tuple[FlatProgram, Any, tuple[Any, ...]] | None:
-        """Runs a call like one before; returns its program, what its door needs, and the result. None: it is new."""
+        """Runs a call like one before; returns its program, what its caller needs, and the result. None: it is new."""
         if not self or module is not self._module or not trace_state_clean():
             return None
         key, arrays = key_of_call(args, kwargs)
@@ -69,7 +69,11 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         if placed and are_freed(placed) or inside is not None and are_freed(leaves):
             return None  # the ordinary path raises an error that names it
         run = program.run
-        return program, extra, dispatch(run, mesh, [], leaves, *arrays) if program.waits else run([], leaves, *arrays)
+        return (
+            program,
+            extra,
+            dispatch(run, mesh, [], leaves, *arrays) if program.is_limited else run([], leaves, *arrays),
+        )
 
     def remember(
         self,
@@ -101,7 +105,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         ran = program().flat(of_replicas, inputs._layout, kw._layout)
         known[treedef] = ran, inside, extra
         # With inner axes XLA adds collectives that are not in the trace. JAX still has the trace from the run.
-        ran.waits = mesh.may_deadlock and (
+        ran.is_limited = mesh.may_deadlock and (
             bool(mesh.inner_axes) or communicates(ran.run.trace([], moved, *arrays).jaxpr)
         )
 
@@ -129,7 +133,7 @@ def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:
 
 
 def _is_known_by_arrays(layout: Layout) -> bool:
-    """Returns True if the arrays of a batch alone tell how it is cut, and with which program it runs."""
+    """Returns True if `key_of_call` holds all that decides how a batch is cut, and with which program it runs."""
     return not (layout.mesh.spans_processes or layout.holds_statics and may_hide(layout))
 
 

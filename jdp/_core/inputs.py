@@ -252,10 +252,10 @@ def _or_axes(verb: str, name: str) -> str:
     if name.startswith("state"):
         return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
     if verb in ("train_step", "value_and_grad"):
-        return ", or pass in_axes to the verb, with None for what must go whole to every replica"
+        return ", or pass in_axes to the verb, with None for what must be replicated"
     if verb != "DataParallel":
         return ""
-    return ", or construct DataParallel with in_axes, None for an argument that must go whole to every replica"
+    return ", or construct DataParallel with in_axes, None for an argument that must be replicated"
 
 
 def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
@@ -277,8 +277,8 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
             many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
             of = "" if isinstance(x[0], bool | int | float) else f"{type(x[0]).__name__}s of "
             raise TypeError(
-                f"jdp.{verb}: {_called(root, path)} is a list of {len(x)} {of}Python numbers, {many}; each would go "
-                f"whole to every replica, and each new value compile again. Pass np.asarray(x), which is cut."
+                f"jdp.{verb}: {_called(root, path)} is a list of {len(x)} {of}Python numbers, {many}; each would be "
+                f"replicated, and each new value compile again. Pass np.asarray(x), which is cut."
             )
 
 

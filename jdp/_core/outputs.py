@@ -97,7 +97,8 @@ def refuse_other_axes(
 
     They do if they are along another axis than `dim`, along which the replicas' outputs are joined, or if an output has
     the rows of several arrays, one after the other. `out` is what `run(*operands)` has returned for `rows` rows. If the
-    shapes do not show that all is well, `run` is traced once more with a symbolic number of rows.
+    shapes do not show that all is well, `run` is traced again: with a symbolic number of rows or, if that
+    fails, with a fixed one.
     """
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)
     open_ones = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and _may_be_elsewhere(x.shape, rows, dim)]
@@ -234,7 +235,7 @@ class Outputs:
         return jax.lax.psum(jnp.where(index == primary, narrow, jnp.zeros_like(narrow)), axis_name).astype(x.dtype)
 
     def scattered(self, cut: Sequence[Any], whole: Sequence[Any]) -> Scattered:
-        """Returns the arrays that came out of `reduce` as one `Scattered`, outside of the program's body."""
+        """Puts the results of `reduce` into one `Scattered`; runs outside of the `shard_map`."""
         layout, mesh, cuts, wholes = self.layout, self.layout.mesh, iter(cut), iter(whole)
         arrays: list[Any] = []
         leaves: list[Leaf] = []

@@ -40,7 +40,7 @@ def parallel_apply(
     One compiled program, which is what `jax.pmap` is today. It is compiled once per function and
     shapes: `fn` is known by its identity (a bound method by its object and name), so a new lambda
     for each call is compiled for each call. Python scalars, strings and other objects among the
-    inputs are part of the program: each new value compiles it again. The axis `"data"` is live
+    inputs are part of the program: each new value compiles it again. The axis `"data"` is bound
     inside, so that `fn` can run collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index
     on every replica but the primary. If chunks have unequal sizes, the outputs have their true sizes.
 

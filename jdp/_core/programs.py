@@ -123,7 +123,7 @@ class FlatProgram:
         # before it costs. Arrays that are on the devices already run the same program.
         where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
         self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), donate_argnums=0)
-        self.waits: bool = True  # whether few runs may be in flight at a time, because replicas wait for each other
+        self.is_limited: bool = True  # whether only a few runs may be in flight at once, because XLA may deadlock
         self._layouts = layouts
 
     def layout(self, out: tuple[Any, ...]) -> Layout:
@@ -223,7 +223,7 @@ class Recent(OrderedDict[K, T]):
 
 
 Layouts = Recent[Any, Layout]
-"""The layouts of the batches of one door. A key holds all that decides how a batch is cut."""
+"""The layouts of the batches of one entry point. A key holds all that decides how a batch is cut."""
 
 # XLA's CPU client deadlocks (and aborts the process after a minute) once about 32 programs with
 # collectives are in flight over several virtual devices; 12 keep two cores busy just as well. One

@@ -40,7 +40,7 @@ class ReplicaMesh:
         self.jax_mesh = mesh
         self.axis_name = axis_name
         self.size: int = mesh.shape[axis_name]
-        """The number of groups of devices. With one replica on each group it is the number of replicas."""
+        """The size of the replicas' axis. The number of replicas is a multiple of it (`Config.replicas`)."""
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(self.size, -1)
         self.groups: tuple[tuple[Device, ...], ...] = tuple(map(tuple, rows))
         self.devices: tuple[Device, ...] = tuple(group[0] for group in self.groups)
@@ -224,25 +224,25 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def outside_of_mesh(door: Callable[_Given, _Result], verb: str | None = None) -> Callable[_Given, _Result]:
+def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None) -> Callable[_Given, _Result]:
     """Runs a function outside of the context's mesh (`jax.set_mesh`), because jdp's programs have a mesh of their own.
 
     While another program is being traced, JAX lets only the abstract mesh change, so that one is emptied. A mesh with
     Explicit axes stays, because the types of the incoming values refer to it, and so does the mesh of a `shard_map`.
-    In a process that was forked after JAX had started, the call raises a `RuntimeError`: it would hang for ever there.
+    In a process that was forked after JAX had started, the call raises a `RuntimeError`: it would hang forever there.
     `verb` is the name of the public function, if the function's own is another.
     """
 
-    name = verb or door.__name__.strip("_")
+    name = verb or function.__name__.strip("_")
 
-    @functools.wraps(door)
+    @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         try:
             around = jax.sharding.get_abstract_mesh()
             if around.empty and not cut_off:
-                return door(*args, **kwargs)
+                return function(*args, **kwargs)
             with _no_mesh(name, around):
-                return door(*args, **kwargs)
+                return function(*args, **kwargs)
         except Exception as error:
             error.with_traceback(_without_own_frames(error))
             raise
@@ -256,7 +256,7 @@ def _no_mesh(name: str, around: AbstractMesh) -> Iterator[None]:
     if cut_off:
         raise RuntimeError(
             f"jdp.{name}: process {os.getpid()} was forked from {cut_off[0]}, where "
-            f"JAX had started; a fork has none of JAX's threads, and would wait for ever. Start it by "
+            f"JAX had started; a fork has none of JAX's threads, and would wait forever. Start it by "
             f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
         )
     if trace_state_clean():

@@ -251,7 +251,7 @@ def in_host_memory(x: Any) -> Any:
 
 
 def on_mesh(s: Scattered, mesh: ReplicaMesh) -> Scattered:
-    """Returns `s`, with the mesh's name for its axis if it was scattered over the same devices."""
+    """Returns `s` on this mesh, if it was scattered over the same devices under another name of the axis."""
     layout = s._layout
     if layout.mesh == mesh or [*layout.mesh.devices] != [*mesh.devices]:
         return s
@@ -353,7 +353,7 @@ class Signature(NamedTuple):
     layout: Layout  # the chunks, which are the same for all inputs
     leaves: tuple[Cut | Stack | Whole | Shard, ...]  # what each operand is
     axis_name: str
-    verb: str  # the door, in errors
+    verb: str  # the public function's name, in errors
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:

@@ -104,7 +104,7 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 
 
 def params_of(replicas: Tree) -> Tree:
-    """Returns the parameters in what a program runs on: a pair of them and `Held` for a loss, `Held` for an NNX call."""
+    """Returns the parameters of a program: a loss has them in a pair with `Held`, an NNX call in its `Held`."""
     if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "variables"):
         return replicas[0]
     return getattr(replicas, "variables", replicas)

@@ -1,4 +1,7 @@
-"""Runs several replicas on a device in turns; side by side if they communicate, or if a loop asks for their index."""
+"""Runs the replicas of a device one after the other.
+
+They run all at once (`jax.vmap`) if they communicate, or if a loop asks for the replica's index.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def _turn_of_primary(layout: Layout) -> int:
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
-    """Runs the replicas in a loop, in the memory of one: of sums and of the primary's values there is one copy."""
+    """Runs the replicas in a loop, which carries sums and the primary's values: those of one replica are in memory."""
     numbers, primary = jnp.arange(layout.per_device, dtype=jnp.int32), _turn_of_primary(layout)
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
     each = [*zip(out.values, out.ways, out.rules, strict=True)]

@@ -292,13 +292,13 @@ def _refuse_collectives(jaxpr: Any, signature: Signature) -> None:
         if not layout.is_cut:
             raise ValueError(
                 f"jdp.{verb}: the model runs a collective ({name} over {axis_name!r}) and no input is cut, so "
-                f"that it runs on the primary device alone; it would wait for {n - 1} others for ever. Pass a batch, "
+                f"that it runs on the primary device alone; it would wait for {n - 1} others forever. Pass a batch, "
                 f"or leave the collective out (drop and pad do not help; sync_batch_norm of dp.train_step does)."
             )
         raise ValueError(
             f"jdp.{verb}: the model runs a collective ({name} over {axis_name!r}) and its chunks are "
             f"{layout.sizes} on {layout.mesh.size} devices; replicas with unequal chunks run different code and would "
-            f"wait for each other for ever. Drop rows or pad the batch to a multiple of {n}, or {_BY_ROWS[verb]}."
+            f"wait for each other forever. Drop rows or pad the batch to a multiple of {n}, or {_BY_ROWS[verb]}."
         )
 
 

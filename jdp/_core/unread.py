@@ -4,7 +4,7 @@ A Python value is part of the program, so a new value is a new program. But a fu
 some of its entries. So the program is first traced with the Python values in dicts hidden; such a dict raises `Read`
 if a hidden one is read. Only the values that were read become part of the program. Those in no dict count as read.
 
-    the door                         the trace
+    the entry point                  the trace
     `unread(run, batch, reads)`  ->  `reading(fn)` calls `fn` with the hidden entries
          ^ hides fewer                    |
          +------------- Read -------------+  (`fn` asked for one, or failed)

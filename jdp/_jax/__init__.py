@@ -12,11 +12,11 @@
     row_terms.py       tells whether a scalar is a mean over the rows; its rules for special cases:
     row_numbers.py       rows that are combined with a number made of all rows
     row_pairs.py         rows that are combined with rows at other positions, and matrices of all pairs of rows
-    row_loops.py         loops over the rows
+    row_loops.py         branches, and loops over the rows
     row_backward.py      backward passes of the user's own
     row_places.py      tells whether each row of a result is made of that row alone
     convolutions.py    convolutions in the layout that is fast on a CPU
 
-Read `private.py` first, then `jaxprs.py`, on which all others stand. Every other package may import them; they import
-none.
+Begin with `jaxprs.py`; `private.py`, `callers.py` and `row_primitives.py` import nothing else. Every other package may
+import them; they import none.
 """

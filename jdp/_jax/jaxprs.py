@@ -117,7 +117,10 @@ def is_sum_over(eqn: Any, axis_name: str) -> bool:
 
 
 def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
-    """Returns True if each sum over the axis is divided right away by `n`, its number of members, as in `lax.pmean`."""
+    """Returns True if each sum over the axis is divided right away by `n`, its number of members, as in `lax.pmean`.
+
+    True also if there is no sum; other collectives are not looked at.
+    """
     jaxpr = opened(jaxpr)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("psum") and axis_name in axes(eqn):
@@ -194,7 +197,9 @@ class ReplicaValue(NamedTuple):
     """How a value depends on the replica: whether it may differ between replicas, and what it comes from."""
 
     varying: bool
-    reduced: Any = None  # the last collective that it came through; if it varies, one that brought in other parts
+    reduced: Any = (
+        None  # the last collective that it depends on; if it varies, one that brought in other replicas' parts
+    )
     sources: int = 0  # a bit for each marked input that it depends on, also through collectives
     groups: Any = None  # if it varies, and came only through collectives within groups of replicas: these groups
 

@@ -1,4 +1,4 @@
-"""The rules for rows that are combined with a number made of all rows: it is a normalization, or the loss is no mean.
+"""Decides whether rows that are combined with a number of all rows are normalized, or make a loss that is no mean.
 
 A BatchNorm subtracts means from rows and divides by roots of variances, for each feature; that is accepted. Otherwise,
 if all that follows is linear, the result is no mean: in `(v * f(v.mean())).mean()` the number of all rows is a factor

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant
+from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant, lasting
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # keep zeros off the diagonal, and its entries
@@ -244,12 +244,8 @@ def moved(
     """Returns what is known of a result, `made`, whose entries may have come to other rows."""
     is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _misaligns(rows, eqn, values[0])
     if _indexes_rows(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
-        made = made._replace(kind=Kind.ROWS, fault=_lasting(values) or Fault("pairs", (*around[::-1],), True))
+        made = made._replace(kind=Kind.ROWS, fault=lasting(values) or Fault("pairs", (*around[::-1],), True))
     return _with_share(rows, eqn, name, values, made, around)
-
-
-def _lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next(filter(None, (v.lasting for v in values)), None)
 
 
 def _indexes_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue]) -> bool:
@@ -392,7 +388,7 @@ def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCoun
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
-    lost = _lasting(values)
+    lost = lasting(values)
     if None in picked:
         return UNKNOWN
     order = [row for one in picked for row in one or () if len(one or ()) == 1]
@@ -423,7 +419,7 @@ def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_be
     return Picked().union(*filter(None, picked), more)
 
 
-def diagonal(eqn: Any, value: RowValue, rows: RowCount) -> RowValue | None:
+def diagonal(eqn: Any, value: RowValue) -> RowValue | None:
     """Returns the result of `jnp.diagonal` if its operand has an entry for each pair of rows, otherwise None."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     is_diagonal = value.entries == "pairs" and before[:1] * 2 == before and after == before[:1]

@@ -57,15 +57,12 @@ from .row_values import (
     either,
     is_divided,
     is_padded,
+    lasting,
 )
 
 
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
 def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
-    """Returns the degree of a sum; a small constant, added to a divisor so that it is not 0, does not count."""
+    """Returns the degree of a sum; constants up to `small`, as an epsilon in a divisor, do not count."""
     degrees = {v.degree for v in values if v.number is None or v.number > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
@@ -268,7 +265,7 @@ class Reader:
     def named(self, eqn: Any, values: list[RowValue], found: list[RowValue]) -> list[RowValue]:
         """Returns the outputs of a call; more is known about some functions of JAX, which have these names."""
         name = eqn.params.get("name")
-        if name == "diagonal" and (value := row_pairs.diagonal(eqn, values[0], self.rows)) is not None:
+        if name == "diagonal" and (value := row_pairs.diagonal(eqn, values[0])) is not None:
             return [value]
         return [self.variance(v) for v in found] if name == "_var" else found
 

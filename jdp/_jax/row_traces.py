@@ -59,7 +59,7 @@ def of_any_rows(x: Any, axis: int | None) -> tuple[tuple[int | None, ...], Any, 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function's jaxpr for so many rows; `inputs` says which of its flat inputs have rows."""
+    """A function's jaxpr for a given number of rows; `inputs` says which of its flat inputs have rows."""
 
     jaxpr: Any
     inputs: tuple[bool, ...]

@@ -96,7 +96,7 @@ class RowValue(NamedTuple):
     padded: bool = False  # has zeros before or after its rows, which add nothing to a sum
     picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty if it is not known which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
-    added: Fault | None = None  # the fault of a sum over the replicas, if jdp is to add up those of all replicas
+    added: Fault | None = None  # of a sum over the replicas: the fault of adding up those of all replicas
     meant: Kind | None = None  # multiplied by a count of this kind (`mean * n`): a mean of means is meant
 
     @property
@@ -118,6 +118,11 @@ class RowValue(NamedTuple):
 ROUND = "round"
 """The place of the row that a round of a loop over the rows takes."""
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
+
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    """Returns the first fault that lasts."""
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
 
 
 def prime_power(size: int, prime: int) -> int:

@@ -5,7 +5,7 @@
     nnx.py              NNX: split into a graph and its state, and updated in place
     sync_batch_norm.py  BatchNorm over the whole batch, of Linen and of NNX
 
-`config.py` comes first; the others do not depend on each other. What differs between Linen and NNX is decided here, so
-that `_core` never sees Flax. The package imports `_core` and what that may. `_train`, `_wrapper` and
+`config.py` imports `linen.py` and `nnx.py`; `nnx.py` imports the other two. What differs between Linen and NNX is
+decided here, so that `_core` never sees Flax. The package imports `_core` and what that may. `_train`, `_wrapper` and
 `_tools` may import it.
 """

@@ -104,7 +104,7 @@ class Config:
         self.calls: Calls = Calls()  # the calls that ran, and may go straight to their programs
 
     def layouts_of(self, in_axes: Tree) -> Layouts:
-        """Returns the store for layouts of batches that a door cuts by its own `in_axes`, or the wrapper's (None)."""
+        """Returns the store for layouts of batches that are cut by these `in_axes`, or by the wrapper's (None)."""
         return self.batch_layouts if in_axes is None else Layouts()
 
     @property
@@ -135,7 +135,7 @@ class Config:
             )
 
     def refuse_state_axes(self, verb: str) -> None:
-        """Raises a `ValueError` where the wrapper has `state_axes`, at doors that see more than one batch."""
+        """Raises a `ValueError` where the wrapper has `state_axes`, at entry points that see more than one batch."""
         if self.state_axes:
             raise ValueError(
                 f"jdp.{verb}: the wrapper has state_axes={self.state_axes}; such state belongs to the rows of one "
@@ -362,9 +362,9 @@ def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int
 
 
 def axes_of_batch(config: Config, batch: Tree, in_axes: Tree = None) -> Tree:
-    """Returns the axes of a batch as a prefix of its tree; a tuple of axes also fits a list, and the other way round.
+    """Returns the axes of a batch as a prefix of its tree; tuples of axes also fit lists, and lists of axes tuples.
 
-    `in_axes` are those of a door; None stands for the wrapper's.
+    `in_axes` are those of an entry point; None stands for the wrapper's.
     """
     axes = config.in_axes if in_axes is None else in_axes
     if type(axes) not in (tuple, list):

@@ -1,4 +1,4 @@
-"""The Flax Linen door: collections in, outputs and updated collections out."""
+"""Applies a Flax Linen module: collections in, outputs and updated collections out."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _explain_batch_axis(
 
 
 def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:
-    """Returns the variables without the boxes of `nn.with_partitioning`: their axes are those of another mesh."""
+    """Returns the variables without boxes (`nn.with_partitioning`), except in collections that the call may update."""
     return {name: x if in_filter(mutable, name) else unbox(x) for name, x in variables.items()}
 
 

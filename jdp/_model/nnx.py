@@ -1,4 +1,4 @@
-"""The Flax NNX door: a module is split into a graph and its state, and updated in place."""
+"""Applies a Flax NNX module: it is split into a graph and its state, and updated in place."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def refuse_written(
 
 
 def enter(held: Held, axis_name: str) -> Held:
-    """Returns what is held as a replica's own: with its random keys folded."""
+    """Returns the held objects with their random keys folded with the replica's index."""
     return held if held.graph is None else held._replace(variables=fold_state(held.variables, axis_name))
 
 

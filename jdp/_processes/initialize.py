@@ -59,7 +59,7 @@ def initialize(
     stays as it is. It gets what is promised here, with the times that JAX was told then. Call this in the thread that
     trains.
 
-    What JAX leaves waiting for minutes, or for ever, ends within seconds:
+    What JAX leaves waiting for minutes, or forever, ends within seconds:
 
     * an exception: the process prints it, tells the others, and ends (JAX would wait for the others at exit). They
       print which process has failed, and end. The same holds in a thread, if this was called there.
@@ -76,7 +76,7 @@ def initialize(
         num_processes: the number of processes. Default: as above.
         process_id: the number of this process, from 0. Default: as above.
         timeout: seconds that a process waits for the others, at a call of jdp or for a program that was dispatched.
-            Longer, where one of them does long work alone between two steps (evaluates, or writes); None: for ever.
+            Longer, where one of them does long work alone between two steps (evaluates, or writes); None: forever.
         start_timeout: seconds that it waits for the others to start, and at the first call of each kind. Where one
             does not start, JAX names it in the log, and ends the process with SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others

@@ -192,14 +192,14 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
 
 
 def entered(state: Tree, given: Held | None) -> Held:
-    """Returns the state together with that of the NNX objects in the batch, which `given` holds."""
+    """Adds the state of the NNX objects in the batch, which `given` holds, to the state that the loss gets."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
 def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
-    """Returns the state with the changes of the step, and the changes of the NNX objects in the batch."""
+    """Separates the state after the step from the changes of the NNX objects in the batch."""
     if isinstance(state, Mapping):
         return found
     mine, updates = of_model(found)

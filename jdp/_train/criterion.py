@@ -27,7 +27,7 @@ from jax.core import Tracer
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole, pad
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, GatherTime, on_replicas
-from .._core.scattered import Scattered, Signature, is_scattered, leaf_by_leaf, trim, untyped
+from .._core.scattered import Scattered, Signature, holds_scattered, is_scattered, leaf_by_leaf, trim, untyped
 from .._jax.jaxprs import replayed
 from .._jax.rewrites import with_pairs_cut
 from .._model.sync_batch_norm import apart, by_rows
@@ -178,7 +178,7 @@ class Passes:
         layout, (diff, _) = inputs._layout, replicas
         is_uneven = len({*layout.rows}) > 1
         plain = self.steps == 1 and layout.per_device == 1 and layout.is_cut and not self.loss.rows
-        return plain and not (self.loss.sync and is_uneven) and not any(map(is_scattered, _scattered_leaves(diff)))
+        return plain and not (self.loss.sync and is_uneven) and not holds_scattered(diff)
 
     def in_one(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
         diff, held = replicas
@@ -236,7 +236,7 @@ class Passes:
     ) -> tuple[tuple[Any, Tree], list[Any], tuple[Tree, dict[int, Tree]]]:
         """Returns `(loss, metrics)`, the cotangents of the outputs, and the gradients that bypass the outputs."""
         values, treedef = jax.tree.flatten(outputs)
-        inputs = _typed(inputs)
+        inputs = _untyped_inputs(inputs)
         (diff, held), counted = replicas, kwargs if kwargs is not None and kwargs._layout.is_cut else inputs
         args, layout, loss = inputs._layout.fill(trim(inputs)), inputs._layout, self.loss
         mine = [x for x in values if has_cotangent(x)]
@@ -271,7 +271,7 @@ def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree,
     return replayed(cut, shapes)
 
 
-def _typed(inputs: Scattered) -> Scattered:
+def _untyped_inputs(inputs: Scattered) -> Scattered:
     """Returns the arguments typed by jdp's mesh: a program around the call may have typed them by Explicit axes."""
 
     def typed(x: Any, leaf: Leaf) -> Any:

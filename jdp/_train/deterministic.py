@@ -50,7 +50,7 @@ class TurnPrograms(NamedTuple):
 
     segments: list[Segment]
     parts: Parts  # the shapes of its results
-    out: Outputs  # describes the outputs that `parts` belong to
+    out: Outputs  # the outputs, without values; `put_together` needs their rules
     programs: list[list[Any]] = []  # for each segment, one for each device
     pick_own: Any = None  # picks one replica's cotangents out of those of all replicas
 
@@ -352,7 +352,7 @@ class Deterministic:
         for i in numbers_of_rows(out):
             shape: list[int] = [*(out.values[i].shape or (1,))]
             axis = out.rules[i].axis or 0
-            shape[axis] = len(self._layout.devices) * max(1, 1, *out.sizes[i])
+            shape[axis] = len(self._layout.devices) * max([1, *out.sizes[i]])
             rows.append(jax.ShapeDtypeStruct(tuple(shape), out.values[i].dtype))
         return rows, [*map(_shape_of, batch)], [*map(_shape_of, forward.parts.sums)]
 

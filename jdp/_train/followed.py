@@ -146,7 +146,7 @@ class Followed:
 
     @functools.cached_property
     def _numbered(self) -> list[row_traces.Traced]:
-        """The traces for fixed numbers: one that is read side by side with the other, or both if they differ too much.
+        """The traces for two fixed numbers of rows: one that is read together with the other, or both if they differ.
 
         There are none if the function does not take these numbers.
         """
@@ -163,7 +163,10 @@ class Followed:
         return []
 
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
-        """Returns what `say` finds in the trace for any number of rows, or else in those for fixed numbers."""
+        """Returns what `say` finds in the trace for any number of rows.
+
+        If that cannot follow these results, the traces for fixed numbers count; a fault only if all of them have it.
+        """
         if self.rows is None or not self._refuses:
             return []
         if self._traced is not None and all(map(self._traced.is_followed, at)):

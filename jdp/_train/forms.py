@@ -105,8 +105,8 @@ class Forms:
     def weights(self, layout: Layout, size: int, weight: float, seed: float) -> tuple[float, float]:
         """Returns the cotangent of a microbatch's loss and the factor of its gradient, which weight it by its rows.
 
-        The loss is multiplied by `seed` already. That is its weight if replicas share statistics, because then the
-        gradient of each depends on the losses of all.
+        The loss has been multiplied by `seed`: the microbatch's weight if BatchNorms are synchronised, because then
+        each replica's gradient depends on all losses; otherwise 1.
         """
         if self.has_shares(layout):
             return size / sum(layout.sizes) / seed, 1.0

@@ -107,7 +107,7 @@ def gradients(
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
                 dtype, narrow = param.dtype, sent(param.dtype)
-                if shards and cut_along != -1 and not shards.apart:
+                if shards and cut_along != -1 and not shards.adds_first:
                     total = shards.undivided(grad, added.forms)
                     return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
                 # Gradients of microbatches, and of replicas on one device, are added in 32 bits. They may be narrow
@@ -132,9 +132,9 @@ def gradients(
 
 
 def sent_as(wire: Any, dtype: Any) -> Any:
-    """Returns the dtype that gradients are sent in. They are divided before, because 16-bit sums may overflow.
+    """Returns the dtype that gradients are sent in, divided first because a sum of 16 bits may overflow.
 
-    None: they are sent in their own, as complex ones always are.
+    None: they are summed as they are, and divided afterwards.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -359,7 +359,10 @@ def _check_count(jaxpr: Any, forms: Forms, differentiated: int, at: int) -> None
 
 
 def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, size: int, forms: Forms) -> None:
-    """Raises a `ValueError` if the loss function has reduced the loss over the replicas itself, except as a mean."""
+    """Raises a `ValueError` if the loss function has summed the loss over the replicas itself.
+
+    A mean over the replicas is accepted if all replicas have as many rows and one microbatch.
+    """
     axis_name, n = signature.axis_name, len(signature.layout.devices)
     # jdp takes the mean of the replicas' losses. If they are means over the replicas already, they are equal, and
     # their mean is the loss; but only if each replica has one microbatch, with the same number of rows.

@@ -197,9 +197,7 @@ def _axes_of_arguments(
 ) -> tuple[Any, ...]:
     """Returns for each argument its axis, a tree of axes, or None if it is replicated or static."""
     if not args:
-        raise TypeError(
-            f"jdp.{VERB}: no arguments; the first goes whole to every replica. Pass the state, then the batch."
-        )
+        raise TypeError(f"jdp.{VERB}: no arguments; the first is replicated. Pass the state, then the batch.")
     if in_axes is None:  # NNX objects are replicated anyway: with them, the first argument is not the state
         first = next((p for p in range(len(args)) if p not in static), 0)
         given = [None if p == first and not has_nodes else dim for p in range(len(args))]

@@ -32,18 +32,18 @@ class ShardedParams(NamedTuple):
     treedef: Any
     signature: Signature
     sent_as: Callable[[Any], Any]  # a gradient's dtype to the one sent; None: unchanged
-    apart: bool  # whether gradients of microbatches are added before they are summed over the replicas
+    adds_first: bool  # whether the gradients of all microbatches are added before the sum over the replicas
 
     @staticmethod
     def of(
-        signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], apart: bool
+        signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], adds_first: bool
     ) -> ShardedParams | None:
         """Returns the shards, or None if all parameters are gathered already."""
         if not signature.holds_shards:
             return None
         leaves, treedef = jax.tree.flatten(diff)
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(diff)]
-        return ShardedParams(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, apart)
+        return ShardedParams(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, adds_first)
 
     @property
     def mesh(self) -> ReplicaMesh:
@@ -68,8 +68,8 @@ class ShardedParams(NamedTuple):
         return self.treedef.unflatten([x if axis < 0 else whole_shape(x, axis, self.mesh.size) for x, axis in pairs])
 
     def taken(self) -> Tree:
-        """Returns what is differentiated: the parts themselves, or (if `apart`) zeros of the whole shapes."""
-        if not self.apart:
+        """Returns what is differentiated: the parts themselves, or (if `adds_first`) zeros of the whole shapes."""
+        if not self.adds_first:
             return self.treedef.unflatten(self.leaves)
         return jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, self.shapes()
@@ -77,12 +77,12 @@ class ShardedParams(NamedTuple):
 
     def at(self, number: Any) -> ShardedParams:
         """Makes the shards depend on a microbatch number; otherwise the compiler gathers once, outside of the loop."""
-        return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.apart else self
+        return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.adds_first else self
 
     def function(self, jaxpr: Any, shapes: Tree, forms: Forms) -> Callable[..., Any]:
         """Returns the function that a jaxpr was traced from; it takes what `taken` returns, not the whole arrays."""
         name = self.signature.axis_name
-        gather_of = parts_of(name) if self.apart else summing(name, self.sent_as, self.before(forms))
+        gather_of = parts_of(name) if self.adds_first else summing(name, self.sent_as, self.before(forms))
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
         refuse_constants(jaxpr, cut, self.mesh)
 
@@ -90,7 +90,9 @@ class ShardedParams(NamedTuple):
             operands: list[Any] = []
             mine = zip(jax.tree.leaves(taken), self.leaves, self.axes, self.names, strict=True)
             for x, own, axis, name in mine:
-                operands.append(x if axis < 0 else ShardedOperand((own, x) if self.apart else x, axis, gather_of(name)))
+                operands.append(
+                    x if axis < 0 else ShardedOperand((own, x) if self.adds_first else x, axis, gather_of(name))
+                )
             out = run_in_pieces(jaxpr, [*operands, *jax.tree.leaves(rest)], MOST_AT_ONCE)
             return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

@@ -355,7 +355,7 @@ class TrainStep(Step[TrainState]):
         if nodes:
             scattered = with_objects(scattered, *nnx.split(nodes), VERB)
         owned = self._results.owned(donates)
-        if state is None or state is not self._results.last:
+        if state is not self._results.last:
             state = self._checked(state, owned)
             return state, scattered, jax.tree.flatten(state), nodes
         # The state that the step returned last needs no check, unless parts of it were donated or replaced since.

@@ -89,7 +89,7 @@ def train_step(
             called once, with the outputs of all rows of all devices and processes, and returns the loss, a real 0-d
             array, or `(loss, metrics)`, which come back as they are. With `accumulate_steps`, more `replicas=`
             than devices, `shard_params` or uneven `sync_batch_norm` each microbatch runs forward twice.
-        in_axes: as in `jax.vmap`, a tree prefix of the batch: an int, None (whole to every replica: a teacher's
+        in_axes: as in `jax.vmap`, a tree prefix of the batch: an int, None (replicated: a teacher's
             parameters, a table of class weights), or a tuple, list or dict of them. Default: that of the wrapper.
         tx: an optax transformation; for NNX an `nnx.Optimizer` too. It sees whole gradients, and gets `value=loss`.
         accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in

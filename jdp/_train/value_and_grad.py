@@ -74,8 +74,8 @@ def value_and_grad(
             called once, with the outputs of all rows in the order of the batch and all positional arguments after the
             first: torch's `criterion(model(x), y)`. What else it returns comes back as it is.
             If it changes NNX objects of the batch, the changes are dropped.
-        in_axes: as in `jax.vmap`, of the arguments after the first: an axis, or None (whole to every
-            replica) for each. Default: `dim` for all.
+        in_axes: as in `jax.vmap`, of the arguments after the first: an axis, or None (replicated)
+            for each. Default: `dim` for all.
         accumulate_steps: cuts each chunk into that many microbatches, which run one after the other in
             the memory of one; fewer where a chunk has fewer rows.
         reduce_dtype: the dtype that gradients are sent in; `jnp.bfloat16` halves the bytes of float32.
@@ -273,7 +273,7 @@ def _by_roles(
 ) -> tuple[Roles, Replicated, Scattered]:
     """Returns the roles of a call's arguments, the replicated ones, and the others, scattered."""
     if not args:
-        raise TypeError(f"jdp.{VERB}: no arguments; the first goes whole to every replica. Pass the parameters.")
+        raise TypeError(f"jdp.{VERB}: no arguments; the first is replicated. Pass the parameters.")
     count = len(args)
     axes = config.dim if in_axes is None else in_axes
     axes = [None, *entries(VERB, axes, count - 1, "in_axes", "arguments after the first")]

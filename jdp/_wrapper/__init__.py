@@ -9,5 +9,5 @@
     torch_names.py    names that torch has and jdp has not, and what to call instead
     functional.py     `jdp.data_parallel`, the class in one call
 
-The package may import `_train` and whatever `_train` may import. Only `jdp/__init__.py` imports it.
+The package may import `_train` and whatever `_train` may import. `_public.py` and `_tools` import it.
 """

@@ -81,7 +81,7 @@ class DataParallel(nnx.Module, Generic[M]):
     Over several processes (`jdp.distributed.initialize`) each passes its own rows, any number of them, and gets its
     own outputs; parameters, gradients, losses and state are those of all. All make the same calls in the same order.
 
-    Programs are kept for the 128 batch sizes used last, at each door (a call, `value_and_grad`, a step, `parallel`);
+    Programs are kept for the 128 batch sizes used last, by each entry point (a call, `value_and_grad`, a step);
     one that was dropped is compiled again.
 
     `scatter`, `replicate`, `parallel_apply` and `gather` are methods that a subclass may replace.
@@ -104,7 +104,7 @@ class DataParallel(nnx.Module, Generic[M]):
             and the primary device is the first of its own.
         dim: the axis along which inputs are cut and outputs concatenated, negative allowed.
         in_axes: as in `jax.vmap`, of the positional arguments after the parameters: an int, or a
-            tuple with an int or None (whole to every replica) for each. Default: `dim` for all.
+            tuple with an int or None (replicated) for each. Default: `dim` for all.
         out_axes: as in `jax.vmap`, of the outputs; None in it is the primary replica's. Default: `dim`.
         axis_name: the name of the axis inside the program, for `BatchNorm(axis_name=...)` and
             collectives of your own; in a mesh, the axis that counts the replicas.

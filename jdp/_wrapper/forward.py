@@ -46,7 +46,7 @@ def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) ->
 
     Args:
         variables: the variables of a Linen module (from `dp.init`), or a function's parameters.
-        *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) go whole to every replica, and
+        *args: cut along `dim` (or `in_axes`). NNX objects (an `nnx.Rngs`, a model) are replicated, and
             their state is updated.
         **kwargs: as `args`; also `rngs`, `mutable` and `method` for Linen.
 

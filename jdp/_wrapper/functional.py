@@ -28,8 +28,8 @@ def data_parallel(
     """Runs a function on every device, each with its chunk of the batch: `== apply_fn(params, *batch)`.
 
     `y = jdp.data_parallel(apply_fn, params, x)` is the functional form of `jdp.DataParallel`. The program is compiled
-    once for each function, known by its identity: pass `model.apply`, or a function that you keep, not a lambda made
-    afresh.
+    once for each function, known by its identity: pass `model.apply`, or a function that you keep, not a new
+    lambda for each call.
 
     Args:
         apply_fn: a function `apply_fn(params, *args, **kwargs)`, or a Linen module.

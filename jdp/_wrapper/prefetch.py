@@ -47,7 +47,7 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
         batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch
             tensors).
         size: how many batches are on the devices ahead of the one in use.
-        in_axes: as in `jax.vmap`, a tree prefix of each batch: an int, None (whole to every replica), or a tuple,
+        in_axes: as in `jax.vmap`, a tree prefix of each batch: an int, None (replicated), or a tuple,
             list or dict of them. Default: that of the wrapper, with which a tuple is the arguments of a call, and
             anything else the first one; without, `dim` for all.
 

@@ -169,8 +169,8 @@ def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
     shape = arrays[0].shape
     if axis is None:
         raise ValueError(
-            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; an array that goes whole to every "
-            f"replica cannot be part of a row. Pass it to the call, next to the batch."
+            f"jdp.{VERB}: in_axes has None for a part of a row, of shape {shape}; an array that is replicated "
+            f"cannot be part of a row. Pass it to the call, next to the batch."
         )
     axis = normal_axis(axis, len(shape) + 1, VERB, lambda: "a batch")
     return np.stack(arrays, axis, aligned((*shape[:axis], len(arrays), *shape[axis:]), arrays[0].dtype))

@@ -246,7 +246,7 @@ def test_other_meshes_are_refused(refused):
 
 @pytest.mark.full
 def test_a_forked_process_is_refused():
-    """It has none of JAX's threads: a call would wait for ever. A fork from before the first device is one's own."""
+    """It has none of JAX's threads: a call would wait forever. A fork from before the first device is one's own."""
     script = """
 import os, warnings, jdp, numpy as np
 warnings.simplefilter("ignore")

@@ -137,7 +137,7 @@ def test_a_module_that_somebody_has_is_compiled_once(compilations):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_scattering_jax_arrays_compiles_nothing(compilations, dtype):
-    """JAX keeps a program for the slices of each shape, for ever: on CPU devices they are taken by numpy."""
+    """JAX keeps a program for the slices of each shape, forever: on CPU devices they are taken by numpy."""
     batches = [jax.device_put(np.arange(2.0 * rows).reshape(rows, 2).astype(jnp.dtype(dtype))) for rows in range(1, 9)]
     compilations()
     found = [jdp.scatter({"x": x}, devices=range(3)) for x in batches]

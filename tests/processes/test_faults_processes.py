@@ -309,7 +309,7 @@ def test_asleep(both, row):
         seconds = job.ended(STUCK)
         assert_named(job, 2)
         assert 0 not in [p.returncode for p in job.processes.values()]
-        row("rank 2 sleeps for ever (time.sleep)", job, seconds)
+        row("rank 2 sleeps forever (time.sleep)", job, seconds)
 
 
 def test_stopped(both, row):
@@ -371,7 +371,7 @@ def test_one_call_more(start, row, options):
 
 @OF_TWO
 def test_a_loop_of_prefetch_that_one_process_leaves(start, row, options):
-    """It begins the next loop where the other takes a step: nobody is behind, and both would wait for ever."""
+    """It begins the next loop where the other takes a step: nobody is behind, and both would wait forever."""
     job = start("a_loop_left", 1, options=options)
     seconds = job.ended(STUCK)
     said = "\n".join([*job.printed(0), *job.printed(1)])
@@ -409,12 +409,12 @@ def test_asleep_between_a_batch_and_its_step(both, row):
         said = "\n".join(line for r in (0, 1, 3) for line in job.printed(r))
         waited = r"jdp.train_step\S*: process \d has waited 2\d s for it, and process 2 did not come to it"
         assert re.search(waited, said), said
-        row("rank 2 sleeps for ever, between a batch and its step", job, seconds)
+        row("rank 2 sleeps forever, between a batch and its step", job, seconds)
 
 
 @pytest.mark.parametrize("attempt", range(int(os.environ.get("JDP_FAULTS_STOPS", 1))))
 def test_stopped_inside_of_a_step(start, row, attempt):
-    """XLA waits there for half an hour, and NCCL for ever."""
+    """XLA waits there for half an hour, and NCCL forever."""
     job = start("stopped_in", rank=attempt % N, how="launch")
     seconds = job.ended(STUCK)
     assert_named(job, attempt % N)

@@ -81,7 +81,7 @@ def test_who_has_ended_listens_until_all_have(monkeypatch, here):
     ids=["closed", "a full disk"],
 )
 def test_a_process_ends_though_nothing_can_be_printed(streams):
-    """Else it would wait for ever, with a thread that has failed."""
+    """Else it would wait forever, with a thread that has failed."""
     code = f"import sys; from jdp._processes import last_words; {streams}; last_words.say('why'); last_words.end(76)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT}, timeout=60)
     assert done.returncode == 76

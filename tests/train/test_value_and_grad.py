@@ -1246,7 +1246,7 @@ def test_a_loss_that_is_reduced_already(refused):
 
 
 def test_collectives_of_the_loss_and_uneven_rows(refused):
-    """A loss may talk to the other replicas on an even batch; else it would wait for ever."""
+    """A loss may talk to the other replicas on an even batch; else it would wait forever."""
 
     def loss(params, x, y, mask):
         return scalar(params, x - lax.pmean(x.mean(0), "data"), y, mask)

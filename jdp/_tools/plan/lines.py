@@ -161,7 +161,7 @@ def lines(
         def like(i: int) -> Line | None:
             """Returns a line whose most rows were compiled: the same way on fewer hosts, or the way that differs least.
 
-            Waiting for it cannot block for ever, because it was begun earlier.
+            Waiting for it cannot block forever, because it was begun earlier.
             """
             (where, way), before = wanted[i], order[: order.index(i)]
             same = [j for j in sorted(before, reverse=True) if j < i and wanted[j][1] == way]

@@ -29,9 +29,7 @@ def plan(args: argparse.Namespace, given: Sequence[str]) -> int:
             print(f"jdp plan: running {args.script} up to its first step", file=sys.stderr, flush=True)
         step = capture_step(args.script, given, args.values)
         if args.batch_per_device is not None and not step.is_cut:
-            raise PlanError(
-                "jdp.plan: the step's batch goes whole to every replica; no rows to set. Leave the option out."
-            )
+            raise PlanError("jdp.plan: the step's batch is replicated; no rows to set. Leave the option out.")
         try:
             for one in lines(step, CHIPS[args.topology], machines, args.batch_per_device or step.rows, args.search):
                 found.append(one)
