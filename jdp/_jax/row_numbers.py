@@ -98,7 +98,8 @@ def chosen_for_rows(which: RowValue, cases: Sequence[RowValue], made: RowValue, 
     met = next((v for v in cases if v.kind == Kind.SUMMED and not is_picked(v)), None)
     if met is None or which.kind != Kind.ROWS:
         return made
-    return made._replace(if_linear=made.if_linear or met.fault or Fault("nonlinear", at))
+    fault = made.if_linear or met.fault or Fault("nonlinear", at)
+    return made._replace(if_linear=fault._replace(kind="number") if met.is_number else fault)
 
 
 def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
@@ -160,12 +161,12 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     meets = {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
     if meets and name in primitives.COMPARES | primitives.KEEP_DEGREE:
         return _of_a_loss(at)
-    by_entries = primitives.ELEMENTWISE - primitives.BOUNDED - primitives.ROUNDS
-    if name not in by_entries | primitives.COMPARES | primitives.KEEP_DEGREE:
+    if name not in primitives.DEPENDS_ON_SIZE:
         return None
     if meets and any(v.is_number for v in values):
         return Fault("number", at)
-    faults = [v.if_multiplied if v.scaled or name not in primitives.POWERS else None for v in values]
+    is_square = name in primitives.POWERS and eqn.params.get("y", 2) == 2
+    faults = [v.if_multiplied if v.scaled or not is_square else None for v in values]
     faults = [fault for fault in faults if fault is not None and fault.lasts]
     met = [v.if_linear for v in values if v.if_linear is not None]
     of_softmax = name in primitives.OF_SOFTMAX
@@ -233,6 +234,8 @@ def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tupl
     if name in primitives.LAYERS:
         a, b = _behind_a_layer(a), _behind_a_layer(b)
     if_linear, kinds = product_with_rows(name, a, b, at), (a.kind, b.kind)
+    if name == "div" and b.kind == Kind.ROWS and b.if_no_layer is None and _has_number(b):
+        b = b._replace(if_no_layer=_of_a_loss(at))  # the inverse of rows is not linear in them
     if if_linear is not None and if_linear.lasts and kinds == (Kind.ROWS, Kind.ROWS):
         a = a._replace(fault=a.lasting or b.lasting or if_linear)
     if Kind.CONST in kinds and not (name == "div" and b.kind == Kind.ROWS):
@@ -244,14 +247,32 @@ def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tupl
     return a._replace(if_linear=if_linear, if_multiplied=one), b._replace(if_linear=if_linear, if_multiplied=other)
 
 
+def _has_number(value: RowValue) -> bool:
+    """Returns True for rows that were combined with one number of all rows; each feature may have its own number."""
+    met, centred = value.if_linear, value.if_multiplied
+    return centred is not None and centred.lasts or met is not None and (met.lasts or met.kind == "number")
+
+
+def is_centred(value: RowValue) -> bool:
+    """Returns True for rows minus one mean of all rows, or plus it, that were not divided by a standard deviation."""
+    return value.if_multiplied is not None and value.if_multiplied.lasts and not value.scaled
+
+
+def is_square_of_centred(around: Sequence[Any], value: RowValue) -> bool:
+    """Returns True for a square of centred rows; the last of `around` squares. (`jnp.var` is read as a whole.)"""
+    is_var = any(eqn.params.get("name") == "_var" for eqn in around)
+    return around[-1].params.get("y", 2) == 2 and is_centred(value) and not is_var
+
+
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:
     """Returns the possible fault of rows that other rows multiply; `x * sigmoid(x)` is a function of x and has none."""
     centred = value.if_multiplied
     if centred is not None and not centred.lasts:
         centred = centred._replace(kind="nonlinear")
     fault = value.if_linear or centred or value.if_no_layer and value.if_no_layer._replace(lasts=True)
-    is_square = is_itself and value.if_linear is None  # of a centred row
-    if fault is None or is_square or fault.lasts and other.drawn:  # drawn: dropout
+    if is_itself and value.if_linear is None:  # a square
+        return fault._replace(lasts=False) if fault is not None and is_centred(value) else None
+    if fault is None or fault.lasts and other.drawn:  # drawn: dropout
         return None
     if other.met_all:  # two centred rows make a covariance
         return fault._replace(lasts=False) if other.if_linear or other.if_multiplied else None

@@ -23,11 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant, lasting
+from .row_values import CONST, ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant, lasting
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # keep zeros off the diagonal, and its entries
@@ -123,18 +124,35 @@ def place_in_turn(order: list[int]) -> Any:
 
 
 def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
-    """Returns what is known of a constant; an array with another number for each row was made of positions.
+    """Returns what is known of a constant; an array with other numbers for each row was made of positions.
 
-    Only two traces side by side show that: its size is the number of rows in both. If each position is there once, as
+    Only two traces side by side show that: an axis of it follows the number of rows. If each position is there once, as
     in `np.arange(b)`, the array has an order.
     """
-    is_of_rows = bool(rows.axes(v)) and not isinstance(x, jax.Array) and x.size == rows.size
-    order = x.ravel().tolist() if is_of_rows else []
-    if len({*order}) < 2:
-        return constant(x, rows.prime)
+    along = rows.axes(v)
+    if not along or isinstance(x, jax.Array):
+        return CONST if jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.inexact) else constant(x, rows.prime)
+    if x.size and (x == x.ravel()[0]).all():
+        return constant(x.ravel()[0], rows.prime)
+    if len(along) == 2:  # a mask of pairs of rows, as np.eye(b) and np.triu(np.ones((b, b))) are
+        is_diagonal = x.ndim == 2 and np.array_equal(x, np.diag(np.diag(x)))
+        return RowValue(Kind.CONST, 0 if is_diagonal else None, entries="diagonal" if is_diagonal else None)
+    if _is_alike(x, along[0], rows.size):
+        return CONST
+    order = x.ravel().tolist() if x.size == rows.size else []
     if sorted(order) != [*range(rows.size)]:
         return RowValue(Kind.CONST, None, fault=Fault("count", (), True))
     return RowValue(Kind.CONST, None, place=place_in_turn(order))
+
+
+def _is_alike(x: np.ndarray, axis: int, rows: int) -> bool:
+    """Returns True for a constant with the same numbers for each row, of which an axis may have several entries."""
+    each, rest = divmod(x.shape[axis], rows)
+    if rest:
+        return False
+    neighbours = np.moveaxis(x, axis, 0).reshape(rows, each, -1)
+    apart = np.moveaxis(x, axis, 0).reshape(each, rows, -1)  # those of two arrays, one after the other
+    return bool((neighbours == neighbours[:1]).all() or (apart == apart[:, :1]).all())
 
 
 def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
@@ -366,9 +384,10 @@ def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
     (axis, *others) = rows.axes(eqn.invars[0]) or [None]
     if axis is None or others or is_made_in(eqn, "associative_scan"):
         return frozenset()
-    if eqn.primitive.name == "unstack":
-        start = eqn.outvars.index(out)
-        end = start + 1
+    if eqn.primitive.name in ("unstack", "split"):
+        sizes = parameter(eqn, "sizes") if eqn.primitive.name == "split" else [1] * len(eqn.outvars)
+        start = sum(sizes[: eqn.outvars.index(out)])
+        end = start + sizes[eqn.outvars.index(out)]
     elif eqn.primitive.name == "slice":
         start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
     else:
@@ -380,11 +399,13 @@ def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
     return frozenset([(row + shift) % rows.size] if end == start + 1 and isinstance(shift, int) else [])
 
 
-def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCount, at: tuple[Any, ...]) -> RowValue:
+def of_picked(
+    eqn: Any, values: Sequence[RowValue], linear: bool, degree: int | None, count: RowCount, at: tuple[Any, ...]
+) -> RowValue:
     """Returns what is known of a value that is made of rows picked one by one.
 
     If one of them is combined with all rows, or with another picked row, other than by a sum, the value is made of
-    pairs of rows. All of them, stacked in their order, are rows again.
+    pairs of rows. All of them, stacked in their order, are rows again. All of them, added up, are a sum over the rows.
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
@@ -403,16 +424,25 @@ def of_picked(eqn: Any, values: Sequence[RowValue], linear: bool, count: RowCoun
         return RowValue(Kind.ROWS, fault=Fault("row", at, True))
     together = _together(eqn, values, rows, count.axes(eqn.invars[0]))
     is_product = name in primitives.PRODUCTS and len(picked) > 1
-    if len(together) > 1 and not rows and (is_product or not linear and name in primitives.NONLINEAR):
+    is_one_row = not rows and STACKED not in together
+    if len(together) > 1 and is_one_row and (is_product or not linear and name in primitives.NONLINEAR):
         return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))
-    return UNKNOWN._replace(picked=together)
+    is_sum = name in primitives.ADDS and are_all(together, count) and not any(are_all(one, count) for one in picked)
+    degree = None if degree is None else degree + is_sum
+    return UNKNOWN._replace(picked=together, degree=degree, at=at if degree else ())
+
+
+def are_all(picked: Picked | None, count: RowCount) -> bool:
+    """Returns True if all rows were picked."""
+    return bool(picked) and {*range(count.size)} <= {*picked}
 
 
 def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_before: Sequence[int]) -> Picked:
     """Returns the rows that a result is made of; `rows` are its axes of rows, `rows_before` the first operand's."""
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
-    places = name in primitives.PLACES or name in ("concatenate", "stack") or name == "select_n" and bool(rows)
-    is_lost = bool(rows_before) if name in primitives.PICKS else places and not rows
+    is_stack = name in ("concatenate", "stack")  # JAX concatenates many arrays in parts of 16
+    places = name in primitives.PLACES or is_stack or name == "select_n" and bool(rows)
+    is_lost = bool(rows_before) if name in primitives.PICKS else places and not rows and not is_stack
     if is_lost or not all(picked):
         return frozenset()
     more = [STACKED] * places + [NUMBER] * any(v.kind == Kind.SUMMED for v in values)

@@ -85,7 +85,9 @@ NONLINEAR = (
     | _names_in(
         "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
         "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
-        "cumlogsumexp cholesky eigh svd lu qr triangular_solve scatter_mul scatter_max scatter_min"
+        "cumlogsumexp cholesky eigh svd lu qr triangular_solve custom_linear_solve tridiagonal_solve approx_top_k "
+        "reduce igamma igammac bessel_i0e bessel_i1e polygamma zeta regularized_incomplete_beta scatter_mul scatter_max "
+        "scatter_min"
     )
 )
 # Each entry of a result is made of the entries at its place.
@@ -96,6 +98,10 @@ ELEMENTWISE = _names_in(
     "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
     "random_seed random_split random_unwrap random_wrap"
+)
+# The result depends on how large the operands are, not only on their order; not those that only round them.
+DEPENDS_ON_SIZE = (
+    (ELEMENTWISE - BOUNDED - ROUNDS) | COMPARES | KEEP_DEGREE | _names_in("sign reduce_prod cumprod cumlogsumexp")
 )
 # Makes entries for each row of the same row's entries, if there is an axis of the rows left.
 KEEP_GIVEN = (

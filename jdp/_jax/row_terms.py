@@ -212,7 +212,8 @@ class Reader:
                 return UNKNOWN  # a shape, as in jnp.prod(jnp.array(x.shape))
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-        meets = name in primitives.ADDS and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
+        is_put_beside = name in ("concatenate", "stack") and self.of_rows(out)
+        meets = (name in primitives.ADDS or is_put_beside) and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
         if meets:
             values = [row_numbers.added_to_rows(v) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
@@ -243,6 +244,8 @@ class Reader:
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
+        if name in primitives.POWERS and row_numbers.is_square_of_centred(self.around, values[0]):
+            made = made._replace(if_linear=Fault("number", self.at()))  # its mean is a variance
         if name in ("exp", "exp2"):
             made = row_numbers.shifted_by_largest(values[0], made, self.at())
         meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
@@ -350,7 +353,7 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return row_pairs.of_picked(eqn, values, linear, self.rows, self.at())
+            return row_pairs.of_picked(eqn, values, linear, degree, self.rows, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
+from .row_pairs import are_all
 from .row_terms import Reader
 from .row_values import PAIRS, UNKNOWN, Fault, Kind, RowCount, RowValue
 
@@ -119,7 +120,7 @@ class Traced:
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
-        is_unknown = any(v.kind == Kind.UNKNOWN for v in values)
+        is_unknown = any(v.kind == Kind.UNKNOWN and not self._is_of_each_row(v) for v in values)
         is_shared = any(v.kind == Kind.SHARED and not (v.share and v.of_share) for v in values)
         for i, value in enumerate(values):
             fault = value.fault or value.share and value.of_share
@@ -146,6 +147,10 @@ class Traced:
             else:
                 found.append(fault)
         return [None] * len(found) if any(found) and self._are_written(at) else found
+
+    def _is_of_each_row(self, value: RowValue) -> bool:
+        """Returns True for what a loop of Python has made of all rows, if it is known how it grows with their number."""
+        return bool(self.rows.prime) and value.degree is not None and are_all(value.picked, self.rows)
 
     def _are_written(self, at: Sequence[int]) -> bool:
         """Returns True if these outputs are constants, such as a 1 that each replica adds to count the replicas."""

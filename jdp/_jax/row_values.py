@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from . import row_primitives as primitives
 from .callers import source_line
@@ -141,7 +142,10 @@ def constant(x: Any, prime: int) -> RowValue:
         if prime and jnp.ndim(x) == 1 and x.size < 9 and jnp.issubdtype(x.dtype, jnp.integer):
             return UNKNOWN if any(prime_power(int(size), prime) for size in x) else CONST  # a shape
         made = prime and jnp.issubdtype(x.dtype, jnp.inexact) and any(prime_power(size, prime) for size in x.shape)
-        return UNKNOWN if made else CONST  # weights of the rows, which the function made by their number
+        if not made:
+            return CONST
+        # The function made it by the number of rows: one number in all entries, or weights of the rows.
+        return constant(np.ravel(x)[0], prime) if np.size(x) and (x == np.ravel(x)[0]).all() else UNKNOWN
     try:
         number = abs(float(x))
     except (TypeError, ValueError):

@@ -220,7 +220,7 @@ class Followed:
 
     def refuse_moved(self, index: int, name: str) -> None:
         """Raises a `TypeError` for an output whose rows are in another order, or that is made of positions."""
-        for found in self._faults("rows", [index], name) if self._traced is not None else ():
+        for found in self._faults("rows", [index], name):
             if found is not None and found.kind in ("count", "order", "row"):
                 raise TypeError(
                     f"{name} has an entry for each row, and is {_what(found)}; the criterion gets the outputs of all "
