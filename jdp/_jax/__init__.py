@@ -12,6 +12,7 @@
     row_terms.py       tells whether a scalar is a mean over the rows; its rules for special cases:
     row_numbers.py       rows that are combined with a number made of all rows
     row_pairs.py         rows that are combined with rows at other positions, and matrices of all pairs of rows
+    row_picks.py         rows that a loop of Python picks one after the other
     row_loops.py         branches, and loops over the rows
     row_backward.py      backward passes of the user's own
     row_places.py      tells whether each row of a result is made of that row alone

@@ -134,6 +134,15 @@ def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
     return True
 
 
+def is_square(eqn: Any) -> bool:
+    return eqn.primitive.name == "square" or eqn.primitive.name == "integer_pow" and parameter(eqn, "y") == 2
+
+
+def is_call_of(eqn: Any, name: str) -> bool:
+    """Returns True for a call of a function of this name."""
+    return eqn.params.get("name") == name
+
+
 def replayed(jaxpr: Any, shapes: Any) -> Callable[..., Any]:
     """Returns the function that a jaxpr was traced from; `shapes` are those of its results, as a tree."""
     run = jax.extend.core.jaxpr_as_fun(jaxpr)

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import row_primitives as primitives
 from .callers import is_made_in_module
-from .jaxprs import parameter
+from .jaxprs import is_call_of, is_square, parameter
 from .row_values import Fault, Kind, RowCount, RowValue
 
 
@@ -165,8 +165,7 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
         return None
     if meets and any(v.is_number for v in values):
         return Fault("number", at)
-    is_square = name in primitives.POWERS and eqn.params.get("y", 2) == 2
-    faults = [v.if_multiplied if v.scaled or not is_square else None for v in values]
+    faults = [v.if_multiplied if v.scaled or not is_square(eqn) else None for v in values]
     faults = [fault for fault in faults if fault is not None and fault.lasts]
     met = [v.if_linear for v in values if v.if_linear is not None]
     of_softmax = name in primitives.OF_SOFTMAX
@@ -258,10 +257,9 @@ def is_centred(value: RowValue) -> bool:
     return value.if_multiplied is not None and value.if_multiplied.lasts and not value.scaled
 
 
-def is_square_of_centred(around: Sequence[Any], value: RowValue) -> bool:
-    """Returns True for a square of centred rows; the last of `around` squares. (`jnp.var` is read as a whole.)"""
-    is_var = any(eqn.params.get("name") == "_var" for eqn in around)
-    return around[-1].params.get("y", 2) == 2 and is_centred(value) and not is_var
+def makes_variance(around: Sequence[Any], value: RowValue) -> bool:
+    """Returns True if the mean of these rows' square is a variance; `jnp.var` itself is read as a whole."""
+    return is_centred(value) and not any(is_call_of(eqn, "_var") for eqn in around)
 
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:

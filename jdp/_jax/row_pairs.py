@@ -6,9 +6,6 @@ round of a loop takes (ROUND); None if that is lost. After `x.reshape(2, -1)` th
 (BLOCKS). If two values with different places are combined, rows are combined with other rows. An array of positions,
 such as `arange(b)`, has the place 0, TURNED or ORDERED.
 
-A Python loop picks one row after the other, by number: `Picked` has the numbers of the rows that a value is made of. A
-row may be combined with itself, and all of them may be added up, or stacked.
-
 A matrix may have an entry for each pair of rows. If each entry is made of its two rows and of nothing else, the
 diagonal has an entry for each row, made of that row alone, as in `jnp.diag(x @ z.T)`. `jnp.diagonal` is recognised by
 its name. `jnp.trace` and others use a mask: an entry is kept if the number of its row is that of its column, and all
@@ -23,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
@@ -135,7 +131,7 @@ def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
     if x.size and (x == x.ravel()[0]).all():
         return constant(x.ravel()[0], rows.prime)
     if len(along) == 2:  # a mask of pairs of rows, as np.eye(b) and np.triu(np.ones((b, b))) are
-        is_diagonal = x.ndim == 2 and np.array_equal(x, np.diag(np.diag(x)))
+        is_diagonal = x.ndim == 2 and all(i == j for i, j in zip(*x.nonzero(), strict=True))
         return RowValue(Kind.CONST, 0 if is_diagonal else None, entries="diagonal" if is_diagonal else None)
     if _is_alike(x, along[0], rows.size):
         return CONST
@@ -145,13 +141,13 @@ def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
     return RowValue(Kind.CONST, None, place=place_in_turn(order))
 
 
-def _is_alike(x: np.ndarray, axis: int, rows: int) -> bool:
+def _is_alike(x: Any, axis: int, rows: int) -> bool:
     """Returns True for a constant with the same numbers for each row, of which an axis may have several entries."""
     each, rest = divmod(x.shape[axis], rows)
     if rest:
         return False
-    neighbours = np.moveaxis(x, axis, 0).reshape(rows, each, -1)
-    apart = np.moveaxis(x, axis, 0).reshape(each, rows, -1)  # those of two arrays, one after the other
+    neighbours = x.swapaxes(axis, 0).reshape(rows, each, -1)
+    apart = x.swapaxes(axis, 0).reshape(each, rows, -1)  # those of two arrays, one after the other
     return bool((neighbours == neighbours[:1]).all() or (apart == apart[:, :1]).all())
 
 
@@ -367,86 +363,6 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
     if value.kind == Kind.ROWS and along_rows and is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
     return value
-
-
-Picked = frozenset[int]
-"""The numbers of the rows that a value is made of, each picked by its number; empty where they are not known."""
-STACKED, NUMBER = -1, -2
-"""Two marks among these numbers: the value has an axis that keeps picked rows apart; it depends on a number of all
-rows."""
-
-
-def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
-    """Returns the row that an equation picks by its number; none if it picks otherwise.
-
-    If an axis has several entries for each row, these are neighbours, or (as in `concatenate([x, z])`) far apart.
-    """
-    (axis, *others) = rows.axes(eqn.invars[0]) or [None]
-    if axis is None or others or is_made_in(eqn, "associative_scan"):
-        return frozenset()
-    if eqn.primitive.name in ("unstack", "split"):
-        sizes = parameter(eqn, "sizes") if eqn.primitive.name == "split" else [1] * len(eqn.outvars)
-        start = sum(sizes[: eqn.outvars.index(out)])
-        end = start + sizes[eqn.outvars.index(out)]
-    elif eqn.primitive.name == "slice":
-        start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
-    else:
-        return frozenset()
-    each = eqn.invars[0].aval.shape[axis] // rows.size
-    row = start if before.joined else start // max(each, 1)
-    row = rows.size - 1 - row if before.place == TURNED else row
-    shift = 0 if before.place == TURNED else before.place
-    return frozenset([(row + shift) % rows.size] if end == start + 1 and isinstance(shift, int) else [])
-
-
-def of_picked(
-    eqn: Any, values: Sequence[RowValue], linear: bool, degree: int | None, count: RowCount, at: tuple[Any, ...]
-) -> RowValue:
-    """Returns what is known of a value that is made of rows picked one by one.
-
-    If one of them is combined with all rows, or with another picked row, other than by a sum, the value is made of
-    pairs of rows. All of them, stacked in their order, are rows again. All of them, added up, are a sum over the rows.
-    """
-    name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
-    rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
-    lost = lasting(values)
-    if None in picked:
-        return UNKNOWN
-    order = [row for one in picked for row in one or () if len(one or ()) == 1]
-    if name == "stack" and len(picked) == len(order) and sorted(order) == [*range(count.size)]:
-        return RowValue(Kind.ROWS, place=place_in_turn(order))
-    if lost is not None:
-        return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)
-    if name == "concatenate" and rows and of_rows:  # as jnp.roll writes it
-        return RowValue(Kind.ROWS, place=next(iter(picked[0] or ()), 0) if values[0].kind == Kind.UNKNOWN else 0)
-    is_alone = all(one and STACKED not in one for one in picked)
-    if is_alone and of_rows and name in primitives.ELEMENTWISE | primitives.LAYERS:
-        return RowValue(Kind.ROWS, fault=Fault("row", at, True))
-    together = _together(eqn, values, rows, count.axes(eqn.invars[0]))
-    is_product = name in primitives.PRODUCTS and len(picked) > 1
-    is_one_row = not rows and STACKED not in together
-    if len(together) > 1 and is_one_row and (is_product or not linear and name in primitives.NONLINEAR):
-        return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))
-    is_sum = name in primitives.ADDS and are_all(together, count) and not any(are_all(one, count) for one in picked)
-    degree = None if degree is None else degree + is_sum
-    return UNKNOWN._replace(picked=together, degree=degree, at=at if degree else ())
-
-
-def are_all(picked: Picked | None, count: RowCount) -> bool:
-    """Returns True if all rows were picked."""
-    return bool(picked) and {*range(count.size)} <= {*picked}
-
-
-def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_before: Sequence[int]) -> Picked:
-    """Returns the rows that a result is made of; `rows` are its axes of rows, `rows_before` the first operand's."""
-    name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
-    is_stack = name in ("concatenate", "stack")  # JAX concatenates many arrays in parts of 16
-    places = name in primitives.PLACES or is_stack or name == "select_n" and bool(rows)
-    is_lost = bool(rows_before) if name in primitives.PICKS else places and not rows and not is_stack
-    if is_lost or not all(picked):
-        return frozenset()
-    more = [STACKED] * places + [NUMBER] * any(v.kind == Kind.SUMMED for v in values)
-    return Picked().union(*filter(None, picked), more)
 
 
 def diagonal(eqn: Any, value: RowValue) -> RowValue | None:

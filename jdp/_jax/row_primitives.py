@@ -86,8 +86,8 @@ NONLINEAR = (
         "exp exp2 log log1p expm1 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh "
         "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
         "cumlogsumexp cholesky eigh svd lu qr triangular_solve custom_linear_solve tridiagonal_solve approx_top_k "
-        "reduce igamma igammac bessel_i0e bessel_i1e polygamma zeta regularized_incomplete_beta scatter_mul scatter_max "
-        "scatter_min"
+        "reduce igamma igammac bessel_i0e bessel_i1e polygamma zeta regularized_incomplete_beta scatter_mul "
+        "scatter_max scatter_min"
     )
 )
 # Each entry of a result is made of the entries at its place.
@@ -99,7 +99,7 @@ ELEMENTWISE = _names_in(
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
     "random_seed random_split random_unwrap random_wrap"
 )
-# The result depends on how large the operands are, not only on their order; not those that only round them.
+# The result depends on how large the operands are, not only on their order; without those that round.
 DEPENDS_ON_SIZE = (
     (ELEMENTWISE - BOUNDED - ROUNDS) | COMPARES | KEEP_DEGREE | _names_in("sign reduce_prod cumprod cumlogsumexp")
 )

@@ -37,10 +37,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from . import row_numbers, row_pairs
+from . import row_numbers, row_pairs, row_picks
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
-from .jaxprs import CALLS, axes, inside, opened, parameter
+from .jaxprs import CALLS, axes, inside, is_square, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import BODIES
 from .row_values import (
@@ -239,12 +239,12 @@ class Reader:
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns the result of a primitive that is not linear, or not known: rows stay rows, a sum gets a fault."""
         degree = self.degree(eqn, name, values, out)
-        if name in primitives.POWERS and values[0].root is not None and eqn.params.get("y", 2) == 2:
+        if is_square(eqn) and values[0].root is not None:
             return values[0].root  # jnp.linalg.norm(x) ** 2
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        if name in primitives.POWERS and row_numbers.is_square_of_centred(self.around, values[0]):
+        if is_square(eqn) and row_numbers.makes_variance(self.around, values[0]):
             made = made._replace(if_linear=Fault("number", self.at()))  # its mean is a variance
         if name in ("exp", "exp2"):
             made = row_numbers.shifted_by_largest(values[0], made, self.at())
@@ -353,7 +353,7 @@ class Reader:
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
-            return row_pairs.of_picked(eqn, values, linear, degree, self.rows, self.at())
+            return row_picks.of_picked(eqn, values, linear, degree, self.rows, self.at())
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
@@ -415,7 +415,7 @@ class Reader:
         is_alone = self.rows.prime and not self.rows.other and lasting([value]) is None
         if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
             return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else row_pairs.picked_row(eqn, out, self.rows, value)
+                picked=None if eqn.primitive.name == "reshape" else row_picks.picked_row(eqn, out, self.rows, value)
             )
         return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
 

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
-from .row_pairs import are_all
+from .row_picks import are_all
 from .row_terms import Reader
 from .row_values import PAIRS, UNKNOWN, Fault, Kind, RowCount, RowValue
 
@@ -149,7 +149,7 @@ class Traced:
         return [None] * len(found) if any(found) and self._are_written(at) else found
 
     def _is_of_each_row(self, value: RowValue) -> bool:
-        """Returns True for what a loop of Python has made of all rows, if it is known how it grows with their number."""
+        """Returns True for what a loop of Python has made of each row, if its degree is known."""
         return bool(self.rows.prime) and value.degree is not None and are_all(value.picked, self.rows)
 
     def _are_written(self, at: Sequence[int]) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 
 from . import row_primitives as primitives
 from .callers import source_line
@@ -145,7 +144,7 @@ def constant(x: Any, prime: int) -> RowValue:
         if not made:
             return CONST
         # The function made it by the number of rows: one number in all entries, or weights of the rows.
-        return constant(np.ravel(x)[0], prime) if np.size(x) and (x == np.ravel(x)[0]).all() else UNKNOWN
+        return constant(x.ravel()[0], prime) if x.size and (x == x.ravel()[0]).all() else UNKNOWN
     try:
         number = abs(float(x))
     except (TypeError, ValueError):

@@ -95,17 +95,16 @@ class Followed:
     @functools.cached_property
     def _by_sizes(self) -> tuple[list[int | str | None], str]:
         """The axis of each leaf by its shapes for other numbers of rows; without these no axes, and why."""
-        rows = self.rows or 0
+        return axes_by_sizes(self.leaves, self.rows or 0, self._total, self._shapes_for)
 
-        def run(number: int) -> Tree:
-            leaves, treedef = jax.tree.flatten(self._operands)
-            shapes = []
-            for x, axis in zip(leaves, self._cut, strict=True):
-                shape = tuple(size + (number - rows) * (i == axis) for i, size in enumerate(jnp.shape(x)))
-                shapes.append(jax.ShapeDtypeStruct(shape, jnp.result_type(x)))
-            return jax.eval_shape(self._run, *treedef.unflatten(shapes))
-
-        return axes_by_sizes(self.leaves, rows, self._total, run)
+    def _shapes_for(self, number: int) -> Tree:
+        """Returns the shapes of the results for another number of rows."""
+        leaves, treedef = jax.tree.flatten(self._operands)
+        shapes = []
+        for x, axis in zip(leaves, self._cut, strict=True):
+            shape = tuple(size + (number - (self.rows or 0)) * (i == axis) for i, size in enumerate(jnp.shape(x)))
+            shapes.append(jax.ShapeDtypeStruct(shape, jnp.result_type(x)))
+        return jax.eval_shape(self._run, *treedef.unflatten(shapes))
 
     @property
     def is_known(self) -> bool:
@@ -194,6 +193,8 @@ class Followed:
         rows.
         """
 
+        self._refuse_broadcast_row(name)
+
         def say(traced: row_traces.Traced) -> list[Fault | None]:
             step, fault = traced.step
             cut = fault if (self.rows or 0) % step else None
@@ -203,6 +204,24 @@ class Followed:
         if found and self._way is IN_TRAINING:
             _refuse_backward(found[0], name)
         return found[1:]
+
+    def _refuse_broadcast_row(self, name: str) -> None:
+        """Raises a `TypeError` if a chunk of one row may have been broadcast to the rows of an array that is not cut.
+
+        With more rows in a chunk the shapes would not fit together.
+        """
+        if not self._refuses or self.rows != 1 or self._total < 2 or self._traced is not None or self._numbered:
+            return
+        consts = jax.make_jaxpr(self._run)(*self._operands).consts
+        pairs = zip(jax.tree.leaves(self._operands), self._cut, strict=True)
+        whole = [x for x, axis in pairs if axis is None]
+        _, problem = _first_accepted((self._total + 1,), self._shapes_for, self.leaves)
+        if "broadcast" in problem and any(jnp.shape(x)[:1] == (self._total,) for x in (*consts, *whole)):
+            raise TypeError(
+                f"{name} is made of 1 row, and the function fails for other numbers of rows ({problem}); an array of "
+                f"all {self._total} rows, which is not cut, would be combined with each row. Pass that array with the "
+                f"batch, so that it is cut like the rows."
+            )
 
     def refuse_backward(self, name: str) -> None:
         """Raises a `TypeError` for a backward pass of the user's own in it that is made of several rows."""
@@ -221,7 +240,7 @@ class Followed:
     def refuse_moved(self, index: int, name: str) -> None:
         """Raises a `TypeError` for an output whose rows are in another order, or that is made of positions."""
         for found in self._faults("rows", [index], name):
-            if found is not None and found.kind in ("count", "order", "row"):
+            if found is not None and found.kind in ("count", "sum", "order", "row"):
                 raise TypeError(
                     f"{name} has an entry for each row, and is {_what(found)}; the criterion gets the outputs of all "
                     f"rows, in the order of the batch. Do that in the criterion."

@@ -177,6 +177,17 @@ def test_parameters_that_are_cut_are_gathered(dp):
     assert whole.collective_bytes == 0
 
 
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+@pytest.mark.parametrize("names", [("data",), ("rows",)])
+def test_a_mesh_around_it_changes_nothing(dp, names, axes):
+    mesh = jax.make_mesh((8,), names, axis_types=(jax.sharding.AxisType[axes],))
+    expected = jdp.explain(dp.value_and_grad(loss_fn), VARIABLES, {"x": X, "y": Y})
+    with jax.set_mesh(mesh):
+        report = jdp.explain(dp.value_and_grad(loss_fn), VARIABLES, {"x": X, "y": Y})
+        assert report.one_device.flops == expected.one_device.flops
+    assert report.collectives == expected.collectives and report.flops == expected.flops
+
+
 def test_parameters_of_one_shape_in_a_tuple_are_told_apart(dp):
     """By the scope that each is gathered in; by their shapes they could not be."""
     x = np.ones(X.shape, X.dtype)

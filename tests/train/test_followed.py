@@ -167,6 +167,29 @@ def test_every_second_row_needs_a_multiple_of_two(rows, devices):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_chunk_of_one_row_is_not_broadcast_to_the_rows_of_another_array(devices, refused):
+    """Shapes fit by chance: with more rows in a chunk JAX raises an error. A function for one row alone is accepted."""
+    rng = np.random.default_rng(0)
+    w, x, t = (rng.normal(size=s).astype(np.float32) for s in ((4, 3), (devices, 4), (devices, 3)))
+    dp = jdp.DataParallel(lambda w, x: x @ w, devices=range(devices))
+
+    def closed_over(w, x):
+        return ((x @ w - t) ** 2).mean()
+
+    def of_one_row(w, x):
+        return (jnp.squeeze(x, 0) @ w).mean()
+
+    text = f"made of 1 row, .* an array of all {devices} rows, which is not cut"
+    with refused(TypeError, "value_and_grad", text):
+        dp.value_and_grad(closed_over)(w, x)
+    with refused(TypeError, "value_and_grad", text):
+        dp.value_and_grad(lambda w, x, t: ((x @ w - t) ** 2).mean(), in_axes=(0, None))(w, x, t)
+    with refused(TypeError, "evaluate", text):
+        dp.evaluate(lambda w, x: {"loss": jdp.Sum(closed_over(w, x))}, w, [x])
+    np.testing.assert_allclose(dp.value_and_grad(of_one_row)(w, x)[0], (x @ w).mean(), rtol=1e-5)
+
+
 class Every:
     """A model that centres its rows by every second one of them."""
 

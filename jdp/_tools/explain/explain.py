@@ -16,6 +16,7 @@ from ..._core.devices import memory_bytes
 from ..._core.layout import Static, Whole
 from ..._core.outline import bytes_on_each
 from ..._core.outputs import path_name
+from ..._core.replica_mesh import outside_of_mesh
 from ..._core.scattered import is_scattered
 from ..._jax.jaxprs import constants
 from ..topology.chips import chip_of
@@ -27,6 +28,7 @@ from .hlo import Module, parse
 from .report import Report, Work
 
 
+@outside_of_mesh
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Compiles the program that a call would run, and reports what it does: work, memory, collectives, overlap.
 
@@ -119,7 +121,7 @@ class CompiledCall:
             compilations=call.compilations,
             compile_seconds=self.seconds,
             hlo=hlo,
-            _alone=functools.partial(work_alone, call),
+            _alone=functools.partial(outside_of_mesh(work_alone, "explain"), call),
             _network=Network.of([*call.mesh.all_devices]) if chip else None,
         )
 
