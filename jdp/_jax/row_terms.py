@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from . import row_numbers, row_pairs, row_picks
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
-from .jaxprs import CALLS, axes, inside, is_square, opened, parameter
+from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import BODIES
 from .row_values import (
@@ -57,8 +57,11 @@ from .row_values import (
     either,
     is_divided,
     is_padded,
-    lasting,
 )
+
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
 
 
 def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
@@ -133,11 +136,8 @@ class Reader:
             return BODIES[name](self, eqn, values)
         if name == "select_n":
             made = self.chosen(eqn, values[0], values[1:], outs[0])
-            made = (
-                row_pairs.moved(self.rows, eqn, name, values, made, self.around)
-                if any(v.share for v in values)
-                else made
-            )
+            if any(v.share for v in values):
+                made = row_pairs.moved(self.rows, eqn, name, values, made, self.around)
             return [self.of_pairs(eqn, name, values, made)]
         if name == "sort":  # moves all operands into the order of the first
             values = [row_pairs.sorted_along(self.rows, eqn, i, v, self.at()) for i, v in enumerate(values)]
@@ -239,12 +239,13 @@ class Reader:
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns the result of a primitive that is not linear, or not known: rows stay rows, a sum gets a fault."""
         degree = self.degree(eqn, name, values, out)
-        if is_square(eqn) and values[0].root is not None:
+        is_square = name in primitives.POWERS and eqn.params.get("y", 2) == 2
+        if is_square and values[0].root is not None:
             return values[0].root  # jnp.linalg.norm(x) ** 2
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        if is_square(eqn) and row_numbers.makes_variance(self.around, values[0]):
+        if is_square and values[0].if_multiplied is not None and row_numbers.makes_variance(self.around, values[0]):
             made = made._replace(if_linear=Fault("number", self.at()))  # its mean is a variance
         if name in ("exp", "exp2"):
             made = row_numbers.shifted_by_largest(values[0], made, self.at())

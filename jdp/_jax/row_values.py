@@ -120,11 +120,6 @@ ROUND = "round"
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
 
 
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    """Returns the first fault that lasts."""
-    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
-
-
 def prime_power(size: int, prime: int) -> int:
     """Returns how often the prime divides a size."""
     power = 0
