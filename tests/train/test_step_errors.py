@@ -178,6 +178,7 @@ RETURNS = {
     "metrics as an array": (lambda loss: (loss, loss), "the metrics are a"),
     "metrics first": (lambda loss: ({"a": loss}, loss), "the metrics are a"),
     "a string as a metric": (lambda loss: (loss, {"a": "b"}), r"\['a'\] is a str"),
+    "a string after rows": (lambda loss: (loss, {"a": X, "b": "b"}), r"\['b'\] is a str"),
     "updates as a list": (lambda loss: (loss, {}, [loss]), "the updates are a list"),
     "a metric of the step's name": (
         lambda loss: (loss, {"loss": 2 * loss}),
