@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from .devices import Device, DeviceLike, resolve_output
 from .global_arrays import own_part, refuse_traced
-from .inputs import STACKED, check_dim, is_array, is_sparse, name_of, normal_axis, way_out
+from .inputs import STACKED, checked_dim, is_array, is_sparse, name_of, normal_axis, way_out
 from .layout import Cut, Layout, Leaf, Shard, Static, Tree, Whole, is_key
 from .programs import dispatch
 from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
@@ -54,7 +54,7 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
     Source: `gather` in torch/nn/parallel/scatter_gather.py.
     """
     device = resolve_output("gather", output_device)
-    check_dim("gather", dim)
+    dim = checked_dim("gather", dim)
     if holds_scattered(outputs):
         return map_scattered(lambda s: _gather_scattered(s, device, dim), outputs)
     return gather_list(outputs, device, dim)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .layout import as_int
 from .scattered import is_scattered
 
 ARRAYS = (np.ndarray, jax.Array, np.generic)
@@ -198,9 +199,11 @@ def _called(root: str | tuple[str, ...], path: Any) -> str:
     return root + jax.tree_util.keystr(path)
 
 
-def check_dim(verb: str, dim: Any) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int):
+def checked_dim(verb: str, dim: Any) -> int:
+    found = as_int(dim)
+    if found is None:
         raise TypeError(f"jdp.{verb}: dim is {dim!r}; it must be the axis to cut along. Pass an int.")
+    return found
 
 
 def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int:

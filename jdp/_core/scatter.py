@@ -18,8 +18,8 @@ from .inputs import (
     ARRAYS,
     STACKED,
     axes_of,
-    check_dim,
     check_rows,
+    checked_dim,
     classify,
     flatten_batch,
     name_of,
@@ -71,7 +71,7 @@ def scatter(
     Source: `scatter` in torch/nn/parallel/scatter_gather.py, which silently drops rows if arrays
     disagree; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
-    check_dim("scatter", dim)
+    dim = checked_dim("scatter", dim)
     refuse_deep(inputs, "scatter", "inputs")
     found = jax.tree_util.tree_leaves_with_path(inputs)
     refuse_freed([x for _, x in found], "scatter", lambda i: f"inputs{jax.tree_util.keystr(found[i][0])}")

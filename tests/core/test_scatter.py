@@ -73,6 +73,16 @@ def test_chunk_sizes_refuses_what_is_no_count(refused, size, n, match):
         jdp.chunk_sizes(size, n)
 
 
+@pytest.mark.parametrize("size, n", [(3.0, 2), (True, 2), (3, "a"), (3, None)])
+def test_chunk_sizes_refuses_what_is_no_int(refused, size, n):
+    with refused(TypeError, "chunk_sizes", f"size {size!r} over n={n!r}"):
+        jdp.chunk_sizes(size, n)
+
+
+def test_chunk_sizes_of_numpys_integers_are_ints():
+    assert repr(jdp.chunk_sizes(np.int64(3), np.int32(2))) == "(2, 1)"
+
+
 def torch_chunks(x, n, dim=0):
     """torch.chunk's own loop: `ceil(B / n)` rows at a time until none are left; n empty ones for no rows."""
     size = x.shape[dim]
@@ -393,6 +403,20 @@ def test_chunk_sizes_of_no_rows(same, devices):
 def test_chunk_sizes_that_do_not_fit_are_refused(refused, devices, sizes, match):
     with refused(ValueError, "scatter", match):
         jdp.scatter(rows(5), devices[:2], chunk_sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0.9, 4.7), (True, 4), (None, 5), 5, np.array(5), "ab"], ids=repr)
+def test_chunk_sizes_that_are_no_ints_are_refused(refused, devices, sizes):
+    with refused(TypeError, "scatter", r"chunk_sizes is .*Pass a tuple of ints"):
+        jdp.scatter(rows(5), devices[:2], chunk_sizes=sizes)
+
+
+def test_numpys_integers_are_ints(same, devices):
+    x = rows(4, 5)
+    assert jdp.scatter(x, devices[:2], np.int64(1), chunk_sizes=np.array([4, 1])).sizes == (4, 1)
+    same(jdp.gather([x, x], dim=np.int64(1)), np.concatenate([x, x], 1))
+    dp = jdp.DataParallel(lambda w, x: x * w, devices[:2], dim=np.int64(1), replicas=np.int32(4))
+    same(dp(np.float32(2), x), 2 * x)
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 2, 1), ()])
