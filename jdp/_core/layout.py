@@ -69,7 +69,7 @@ class Static:
         self._key: Any = type(value), repr(value) if isinstance(value, float | complex) else value
         try:
             self._hash = hash(self._key)
-        except TypeError:
+        except (TypeError, ValueError):  # the second is a memoryview's
             # An unhashable object (a set) may change between calls: it equals nothing, and is traced again.
             self._key, self._hash = object(), id(self)
 

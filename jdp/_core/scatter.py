@@ -25,9 +25,10 @@ from .inputs import (
     name_of,
     no_further,
     normal_axis,
+    paths_of,
     refuse_cut_graphs,
-    refuse_deep,
     refuse_rows_of_numbers,
+    refuse_wrapped,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
 from .programs import SIZES, Layouts, capturing, refuse_freed
@@ -72,9 +73,8 @@ def scatter(
     disagree; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
     dim = checked_dim("scatter", dim)
-    refuse_deep(inputs, "scatter", "inputs")
-    found = jax.tree_util.tree_leaves_with_path(inputs)
-    refuse_freed([x for _, x in found], "scatter", lambda i: f"inputs{jax.tree_util.keystr(found[i][0])}")
+    leaves, _ = flatten_batch(inputs, "scatter", "inputs", stop=None)
+    refuse_freed(leaves, "scatter", lambda i: paths_of(inputs, "inputs", stop=None)[i])
     return split(inputs, Cutting(mesh_of("scatter", devices), dim, "scatter", "inputs", sizes=chunk_sizes))
 
 
@@ -272,6 +272,8 @@ def _look(
         else:
             called = functools.partial(name, i)
             found, x = classify(x, how.verb, called)
+            if found:
+                refuse_wrapped(x, how.verb, called)
             if not found:
                 spec = Static(x)
             elif axis is STACKED:
