@@ -233,14 +233,15 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     rows, count = as_int(size), as_int(n)
     if rows is None or count is None:
         raise TypeError(f"jdp.chunk_sizes: size {size!r} over n={n!r}; both are numbers of things. Pass ints.")
-    if rows < 0 or count < 1:
+    size, n = rows, count
+    if size < 0 or n < 1:
         raise ValueError(
             f"jdp.chunk_sizes: size {size} over n={n}; size is at least 0 and n at least 1. Pass such numbers."
         )
-    if rows == 0:
-        return (0,) * count
-    each = -(-rows // count)
-    return tuple(min(each, rows - start) for start in range(0, rows, each))
+    if size == 0:
+        return (0,) * n
+    each = -(-size // n)
+    return tuple(min(each, size - start) for start in range(0, size, each))
 
 
 def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
