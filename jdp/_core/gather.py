@@ -248,13 +248,13 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
                 f"must have the same number of keys). Return the same keys and lengths on every device."
             )
     rows = [
-        [_checked(x, verb, f"outputs[{i}]{jax.tree_util.keystr(path)}") for path, x in leaves]
+        [_checked_output(x, verb, f"outputs[{i}]{jax.tree_util.keystr(path)}") for path, x in leaves]
         for i, (leaves, _) in enumerate(flat)
     ]
     return [*map(list, zip(*rows, strict=True))], treedef
 
 
-def _checked(x: Any, verb: str, name: str) -> Any:
+def _checked_output(x: Any, verb: str, name: str) -> Any:
     """Returns an output in a form that JAX takes; raises an error for one that is no array, or that has been freed."""
     found, converted = classify(x, verb, lambda: name) if isinstance(x, ARRAYS) else (False, x)
     if not found:

@@ -90,7 +90,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         if capturing():  # nothing is moved for a program that is only looked at
             away.remove(i)
             continue
-        leaves[i] = _checked(own_copies(leaves[i], target), mesh, verb, tree, i, root)
+        leaves[i] = _checked_parameter(own_copies(leaves[i], target), mesh, verb, tree, i, root)
         if isinstance(leaves[i], Tracer) and not has_values():
             away.remove(i)
         elif isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
@@ -133,7 +133,7 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
         if isinstance(x, Tracer) and concrete(x) is None:
             return x  # under jit there is no value to place yet
         if cut_axis_of(x, mesh) is None:
-            x = _checked(own_copies(x, mesh.replicated), mesh, verb, tree, index, root)
+            x = _checked_parameter(own_copies(x, mesh.replicated), mesh, verb, tree, index, root)
         return x if hasattr(x, "ndim") else jnp.asarray(x)
 
     def place(x: Any) -> Any:
@@ -177,7 +177,7 @@ def placed_like(tree: Tree, params: Tree, mesh: ReplicaMesh) -> Tree:
     return jax.tree.map(place, tree, params)
 
 
-def _checked(leaf: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: str) -> Any:
+def _checked_parameter(leaf: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: str) -> Any:
     """Returns a parameter in a form that JAX takes; raises an error for one that cannot be replicated."""
     x, path = concrete(leaf), functools.partial(_path_at, tree, index, root)
     if isinstance(x, jax.Array):
