@@ -43,6 +43,7 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
     Raises:
         RuntimeError: a leaf is committed to any other device.
         TypeError: a leaf is no array and no number.
+        OverflowError: integers that do not fit in 32 bits, without `jax_enable_x64`.
 
     Example:
         >>> import jdp, numpy as np

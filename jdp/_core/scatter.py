@@ -61,7 +61,9 @@ def scatter(
     Raises:
         ValueError: cut arrays disagree on their rows, or `chunk_sizes` does not fit.
         IndexError: `dim` is out of range for an array.
-        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor.
+        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor; `chunk_sizes`
+            that are no ints.
+        OverflowError: numpy's integers of 64 bits that do not fit in 32, without `jax_enable_x64`.
 
     Example:
         >>> import jdp, numpy as np
