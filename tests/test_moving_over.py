@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -108,6 +108,19 @@ ADVICE = {
     "join": ("dp.prefetch", "dp.prefetch"),
     "half": ("jax.tree.map", "nnx.update"),
     "float": ("jax.tree.map", "nnx.update"),
+    "type": ("jax.tree.map", "nnx.update"),
+    "forward": (r"Call dp\(params, \*args\)", r"Call dp\(\*args\)"),
+    "buffers": (r"variables\['batch_stats'\]", r"nnx.state\(dp.module, nnx.BatchStat\)"),
+    "named_buffers": (r"variables\['batch_stats'\]", r"nnx.state\(dp.module, nnx.BatchStat\)"),
+    "training": ("train=False", r"dp.train\(\) or dp.eval\(\)"),
+    "src_device_obj": ("dp.devices", "dp.devices"),
+    "share_memory": ("jdp launch", "jdp launch"),
+    "get_submodule": ("dp.module.bind", r"nnx.iter_modules\(dp.module\)"),
+    "get_parameter": ("by its path", "dp.module.linear.kernel"),
+    "add_module": ("in setup", "__init__"),
+    "register_buffer": ("self.variable", "nnx.Variable"),
+    "compile": ("compiled already", "compiled already"),
+    "register_comm_hook": ("reduce_dtype=jnp.bfloat16", "reduce_dtype=jnp.bfloat16"),
 }
 
 
@@ -118,6 +131,91 @@ def test_names_of_torch(refused, name):
         with refused(AttributeError, "DataParallel", match=rf"\.{name} is torch's; .*{advice}"):
             getattr(dp, name)
         assert not hasattr(dp, name) and not hasattr(nnx.Module, name)
+
+
+@pytest.mark.parametrize(
+    "name, text", [("num_devices", r"is Lightning's; .*len\(dp.devices\)"), ("apply_fn", r"is Flax's; .*Call dp")]
+)
+def test_names_of_others(refused, name, text):
+    for module in (nn.Dense(2), matmul, linear()):
+        with refused(AttributeError, "DataParallel", match=text):
+            getattr(wrap(module), name)
+
+
+def test_a_name_of_torchs_that_the_module_has_is_the_modules():
+    class Net(nn.Module):
+        training: bool = True
+
+        def forward(self, x):
+            return x
+
+    class OfNNX(nnx.Module):
+        def __init__(self):
+            self.training = True
+
+        def forward(self, x):
+            return x
+
+    for module, way in ((Net(), r"dp\.apply\(variables, x, method='forward'\)"), (OfNNX(), r"lambda model, x: model")):
+        with pytest.raises(AttributeError, match=f"its module has one. Call .*{way}"):
+            wrap(module).forward  # noqa: B018
+        with pytest.raises(AttributeError, match=r"its module has one. Read dp\.module\.training$"):
+            wrap(module).training  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["bind", "tabulate", "init_with_output", "lazy_init"])
+def test_methods_of_every_linen_module_are_those_of_the_module(name):
+    with pytest.raises(
+        AttributeError, match=rf"its module has one, which is Flax's own. Call dp\.module\.{name}\(\.\.\.\)$"
+    ):
+        getattr(wrap(nn.Dense(2)), name)
+
+
+def test_properties_of_a_bound_module():
+    with pytest.raises(AttributeError, match=r"Read dp\.module\.bind\(variables\)\.variables$"):
+        wrap(nn.Dense(2)).variables  # noqa: B018
+
+
+@pytest.mark.parametrize("module", [matmul, nn.Dense(2)], ids=["function", "linen"])
+def test_a_call_without_parameters(refused, module):
+    with refused(TypeError, "DataParallel", match=r"without the parameters, .*Call dp\(params, \*args\)"):
+        wrap(module)()
+
+
+class InSetup(nn.Module):
+    def setup(self):
+        self.features = wrap(nn.Dense(6))
+
+    def __call__(self, x):
+        return self.features(x)
+
+
+class InField(nn.Module):
+    features: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.features(x)
+
+
+PARTS = {
+    "InSetup": InSetup,
+    "InField": lambda: InField(wrap(nn.Dense(6))),
+    "Sequential": lambda: nn.Sequential([nn.Dense(3), wrap(nn.Dense(6))]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_wrapper_as_a_part_of_a_linen_model(refused, name):
+    text = rf"is a part of the Linen model {name}; .*Wrap the whole model: jdp\.DataParallel\({name}\("
+    with refused(TypeError, "DataParallel", match=text):
+        PARTS[name]().init(jax.random.key(0), X)
+    with refused(TypeError, "DataParallel", match=text):
+        wrap(PARTS[name]()).init(jax.random.key(0), X)
+    with refused(
+        TypeError, "DataParallel", match=r"variables is a ndarray; .*dp\.init\(key, x\)"
+    ):  # not within a model
+        wrap(nn.Dense(2))(X)
 
 
 def test_other_names_are_pythons_own_error():

@@ -13,9 +13,21 @@ from jax.core import Tracer
 
 from .devices import Device, DeviceLike, resolve_output
 from .global_arrays import own_part, refuse_traced
-from .inputs import STACKED, check_dim, is_array, is_sparse, name_of, normal_axis, way_out
+from .inputs import (
+    ARRAYS,
+    STACKED,
+    checked_dim,
+    classify,
+    flatten_batch,
+    is_array,
+    is_sparse,
+    name_of,
+    normal_axis,
+    refuse_wrapped,
+    way_out,
+)
 from .layout import Cut, Layout, Leaf, Shard, Static, Tree, Whole, is_key
-from .programs import dispatch
+from .programs import dispatch, refuse_freed
 from .replica_mesh import ReplicaMesh, make_mesh, outside_of_mesh
 from .scatter import Cutting, jitted_for, split
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all, reshard, trim, unpadded
@@ -54,7 +66,8 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
     Source: `gather` in torch/nn/parallel/scatter_gather.py.
     """
     device = resolve_output("gather", output_device)
-    check_dim("gather", dim)
+    dim = checked_dim("gather", dim)
+    flatten_batch(outputs, "gather", "outputs")  # refuses what cannot be flattened
     if holds_scattered(outputs):
         return map_scattered(lambda s: _gather_scattered(s, device, dim), outputs)
     return gather_list(outputs, device, dim)
@@ -64,10 +77,13 @@ def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tr
     """Gathers; an array that was cut along another axis than `dim` is treated as a list with one array per replica."""
     layout = s._layout
     at = [k for k, leaf in enumerate(layout.leaves) if not isinstance(leaf, Static)]  # arrays among the leaves
+
+    def name(i: int) -> str:
+        return name_of(layout.fill(s._arrays), at[i], "outputs")
+
+    refuse_freed(s._arrays, "gather", name)
     in_place = [
-        not isinstance(leaf, Cut)
-        or leaf.axis
-        == normal_axis(dim, x.ndim, "gather", lambda i=i: name_of(layout.fill(s._arrays), at[i], "outputs"))
+        not isinstance(leaf, Cut) or leaf.axis == normal_axis(dim, x.ndim, "gather", functools.partial(name, i))
         for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True))
     ]
     if all(in_place):
@@ -224,20 +240,28 @@ def transpose_list(outputs: Sequence[Tree], verb: str) -> tuple[list[list[Any]],
             f"Expected at least one tree to {verb}. Pass a jdp.Scattered or a list with one tree per device."
         )
     flat = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse) for tree in outputs]
-    paths, treedef = [path for path, _ in flat[0][0]], flat[0][1]
-    for i, (leaves, other) in enumerate(flat):
+    treedef = flat[0][1]
+    for i, (_, other) in enumerate(flat):
         if other != treedef:
             raise ValueError(
                 f"jdp.{verb}: outputs[0] is {treedef}, outputs[{i}] is {other}; all trees must agree (torch: All dicts "
                 f"must have the same number of keys). Return the same keys and lengths on every device."
             )
-        for path, x in leaves:
-            if not is_array(x):
-                raise TypeError(
-                    f"jdp.{verb}: outputs[{i}]{jax.tree_util.keystr(path)} is a {type(x).__name__}; outputs are "
-                    f"arrays. Pass {way_out(x)}."
-                )
-    return [[leaves[k][1] for leaves, _ in flat] for k in range(len(paths))], treedef
+    rows = [
+        [_checked_output(x, verb, f"outputs[{i}]{jax.tree_util.keystr(path)}") for path, x in leaves]
+        for i, (leaves, _) in enumerate(flat)
+    ]
+    return [*map(list, zip(*rows, strict=True))], treedef
+
+
+def _checked_output(x: Any, verb: str, name: str) -> Any:
+    """Returns an output in a form that JAX takes; raises an error for one that is no array, or that has been freed."""
+    found, converted = classify(x, verb, lambda: name) if isinstance(x, ARRAYS) else (False, x)
+    if not found:
+        raise TypeError(f"jdp.{verb}: {name} is a {type(x).__name__}; outputs are arrays. Pass {way_out(x)}.")
+    refuse_freed([x], verb, lambda _: name)
+    refuse_wrapped(converted, verb, lambda: name)
+    return converted
 
 
 def device_of(x: Any) -> Device | None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .layout import as_int
 from .scattered import is_scattered
 
 ARRAYS = (np.ndarray, jax.Array, np.generic)
@@ -25,7 +26,13 @@ def is_unbound_axis(error: NameError) -> bool:
 
 def is_array(x: Any) -> bool:
     """Returns True if `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
-    return isinstance(x, jax.Array) or isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm"
+    if isinstance(x, jax.Array):
+        return True
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm" and not _has_fields(x)
+
+
+def _has_fields(x: Any) -> bool:
+    return issubclass(x.dtype.type, np.void)  # np.record is one; the dtypes of ml_dtypes are none
 
 
 def is_sparse(x: Any) -> bool:
@@ -75,7 +82,7 @@ def refuse_deep(tree: Any, verb: str, root: str | tuple[str, ...]) -> None:
 
 
 def flatten_batch(
-    inputs: Any, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] = no_further
+    inputs: Any, verb: str, root: str | tuple[str, ...], stop: Callable[[Any], bool] | None = no_further
 ) -> tuple[list[Any], Any]:
     """Returns the leaves of a batch, and its treedef."""
     refuse_deep(inputs, verb, root)
@@ -95,7 +102,7 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
     if isinstance(leaf, str | bytes):  # np.str_, an entry of an array of strings, is one
         return False, leaf
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind in "OSUMm" or leaf.dtype.type is np.void or leaf.dtype.char in "gG":  # g: np.longdouble
+        if leaf.dtype.kind in "OSUMm" or _has_fields(leaf) or leaf.dtype.char in "gG":  # g: np.longdouble
             raise TypeError(
                 f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
                 f"Convert it to one of these, or leave it out."
@@ -111,6 +118,22 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
     return False, leaf
 
 
+def refuse_wrapped(x: Any, verb: str, name: Callable[[], str]) -> None:
+    """Raises an `OverflowError` for integers of Python or numpy that JAX would wrap, without a word, to 32 bits."""
+    if isinstance(x, jax.Array) or not isinstance(x, int) and (x.dtype.kind not in "iu" or not x.size):
+        return
+    dtype = np.dtype(np.int64) if isinstance(x, int) else x.dtype
+    kept = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+    if not isinstance(x, int) and kept.bits == 8 * dtype.itemsize:
+        return
+    for value in (x,) if isinstance(x, int) else (x.min(), x.max()):
+        if not kept.min <= int(value) <= kept.max:
+            raise OverflowError(
+                f"jdp.{verb}: {name()} holds {value}; integers here are {kept.dtype}, from {kept.min} to {kept.max}. "
+                f"Pass smaller numbers or floats, or call jax.config.update('jax_enable_x64', True) first."
+            )
+
+
 def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
     """Raises a `TypeError` for an object that holds arrays, because they would not be cut."""
     if isinstance(leaf, NESTED):
@@ -123,7 +146,7 @@ def _refuse(leaf: Any, verb: str, name: Callable[[], str]) -> None:
         raise TypeError(
             f"jdp.{verb}: {name()} is a jax.ShapeDtypeStruct, which has no values. Wrap the call in jax.eval_shape."
         )
-    if hasattr(leaf, "__array__") and not isinstance(leaf, type):
+    if isinstance(leaf, memoryview) or hasattr(leaf, "__array__") and not isinstance(leaf, type):
         kind = type(leaf)
         of_torch = kind.__module__.partition(".")[0] == "torch"
         how = "x.detach().cpu().numpy(), which is np.asarray(x) of a tensor" if of_torch else "np.asarray(x)"
@@ -187,9 +210,9 @@ def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
     return paths_of(tree, root)[index]
 
 
-def paths_of(tree: Any, root: str | tuple[str, ...]) -> list[str]:
+def paths_of(tree: Any, root: str | tuple[str, ...], stop: Callable[[Any], bool] | None = no_further) -> list[str]:
     """Returns the path of each leaf, `args[0]['x']`; `root` names the tree, or each child of a tree that is a tuple."""
-    return [_called(root, path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=no_further)]
+    return [_called(root, path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop)]
 
 
 def _called(root: str | tuple[str, ...], path: Any) -> str:
@@ -198,9 +221,11 @@ def _called(root: str | tuple[str, ...], path: Any) -> str:
     return root + jax.tree_util.keystr(path)
 
 
-def check_dim(verb: str, dim: Any) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int):
+def checked_dim(verb: str, dim: Any) -> int:
+    found = as_int(dim)
+    if found is None:
         raise TypeError(f"jdp.{verb}: dim is {dim!r}; it must be the axis to cut along. Pass an int.")
+    return found
 
 
 def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class Static:
         self._key: Any = type(value), repr(value) if isinstance(value, float | complex) else value
         try:
             self._hash = hash(self._key)
-        except TypeError:
+        except (TypeError, ValueError):  # the second is a memoryview's
             # An unhashable object (a set) may change between calls: it equals nothing, and is traced again.
             self._key, self._hash = object(), id(self)
 
@@ -197,6 +198,14 @@ class Layout:
         return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim, self.per_device)
 
 
+def as_int(x: Any) -> int | None:
+    """Returns an integer of Python's, numpy's or jax's as an int; None for anything else, a bool too."""
+    try:
+        return None if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        return None
+
+
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     """Returns the chunk sizes of `torch.chunk(x, n)` for `size` rows: `ceil(size / n)` each, the last one smaller.
 
@@ -212,6 +221,7 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
 
     Raises:
         ValueError: `size` is negative, or `n` is not positive.
+        TypeError: one of them is no int.
 
     Example:
         >>> import jdp
@@ -220,6 +230,10 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
 
     Source: `chunk` in aten/src/ATen/native/TensorShape.cpp; torch/nn/parallel/scatter_gather.py.
     """
+    rows, count = as_int(size), as_int(n)
+    if rows is None or count is None:
+        raise TypeError(f"jdp.chunk_sizes: size {size!r} over n={n!r}; both are numbers of things. Pass ints.")
+    size, n = rows, count
     if size < 0 or n < 1:
         raise ValueError(
             f"jdp.chunk_sizes: size {size} over n={n}; size is at least 0 and n at least 1. Pass such numbers."
@@ -232,7 +246,15 @@ def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
 
 def given_sizes(sizes: Sequence[int], rows: int, n: int) -> tuple[int, ...]:
     """Returns the user's own `chunk_sizes`, checked against the rows and the devices."""
-    sizes = tuple(int(size) for size in sizes)
+    try:
+        found = tuple(map(as_int, sizes))
+    except TypeError:  # nothing to iterate over
+        found = (None,)
+    if None in found:
+        raise TypeError(
+            f"jdp.scatter: chunk_sizes is {sizes!r}; it has the number of rows of each device. Pass a tuple of ints."
+        )
+    sizes = cast(tuple[int, ...], found)
     if len(sizes) != n:
         raise ValueError(
             f"jdp.scatter: Expected devices and chunk_sizes to be of same length, but got len(devices) = {n} and "

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from .devices import Devices
 from .fingerprint import compare_processes
 from .global_arrays import own_copies, put, refuse_traced
-from .inputs import classify, refuse_deep
+from .inputs import classify, flatten_batch, refuse_wrapped
 from .layout import Tree
 from .programs import all_lie, capturing, refuse_freed
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
@@ -43,6 +43,7 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
     Raises:
         RuntimeError: a leaf is committed to any other device.
         TypeError: a leaf is no array and no number.
+        OverflowError: integers that do not fit in 32 bits, without `jax_enable_x64`.
 
     Example:
         >>> import jdp, numpy as np
@@ -65,9 +66,8 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
     `cut` says what becomes of a leaf that is cut over this mesh (`shard_params`): "scattered", so that the program
     gathers it, "whole", or "kept" as it is.
     """
-    refuse_deep(tree, verb, "params")
     target = mesh.replicated
-    leaves = jax.tree.leaves(tree)
+    leaves, _ = flatten_batch(tree, verb, "params", stop=None)
     if all_lie(leaves, target) or mesh.is_described:
         return tree
     refuse_freed_in(tree, leaves, verb, root)
@@ -91,8 +91,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         if capturing():  # nothing is moved for a program that is only looked at
             away.remove(i)
             continue
-        leaves[i] = own_copies(leaves[i], target)
-        _check(leaves[i], mesh, verb, tree, i, root)
+        leaves[i] = _checked_parameter(own_copies(leaves[i], target), mesh, verb, tree, i, root)
         if isinstance(leaves[i], Tracer) and not has_values():
             away.remove(i)
         elif isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
@@ -135,8 +134,7 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
         if isinstance(x, Tracer) and concrete(x) is None:
             return x  # under jit there is no value to place yet
         if cut_axis_of(x, mesh) is None:
-            x = own_copies(x, mesh.replicated)
-            _check(x, mesh, verb, tree, index, root)
+            x = _checked_parameter(own_copies(x, mesh.replicated), mesh, verb, tree, index, root)
         return x if hasattr(x, "ndim") else jnp.asarray(x)
 
     def place(x: Any) -> Any:
@@ -180,21 +178,25 @@ def placed_like(tree: Tree, params: Tree, mesh: ReplicaMesh) -> Tree:
     return jax.tree.map(place, tree, params)
 
 
-def _check(x: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: str) -> None:
-    x = concrete(x)
+def _checked_parameter(leaf: Any, mesh: ReplicaMesh, verb: str, tree: Tree, index: int, root: str) -> Any:
+    """Returns a parameter in a form that JAX takes; raises an error for one that cannot be replicated."""
+    x, path = concrete(leaf), functools.partial(_path_at, tree, index, root)
     if isinstance(x, jax.Array):
         primary, found = mesh.own.devices[0], x.sharding.device_set
         whole = x.is_fully_replicated and found == set(mesh.all_devices)
         if x.committed and found != {primary} and not whole:
-            path = _path_at(tree, index, root)
-            raise RuntimeError(_wrong_device(x, mesh, verb, path, jax.tree.leaves(tree)))
-    elif not isinstance(x, bool | int | float | complex):
-        array, _ = classify(x, verb, lambda: _path_at(tree, index, root))
-        if not array:
-            raise TypeError(
-                f"jdp.{verb}: {_path_at(tree, index, root)} is a {type(x).__name__}; parameters are arrays. Keep it "
-                f"out of the parameters and pass it as an argument."
-            )
+            raise RuntimeError(_wrong_device(x, mesh, verb, path(), jax.tree.leaves(tree)))
+        return leaf
+    is_number = isinstance(x, bool | int | float | complex)
+    is_array, converted = (False, x) if is_number else classify(x, verb, path)
+    if not is_array and not is_number:
+        raise TypeError(
+            f"jdp.{verb}: {path()} is a {type(x).__name__}; parameters are arrays. Keep it out of the parameters and "
+            f"pass it as an argument."
+        )
+    if is_array or isinstance(x, int):
+        refuse_wrapped(x, verb, path)
+    return leaf if converted is x else converted
 
 
 def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:

@@ -18,16 +18,17 @@ from .inputs import (
     ARRAYS,
     STACKED,
     axes_of,
-    check_dim,
     check_rows,
+    checked_dim,
     classify,
     flatten_batch,
     name_of,
     no_further,
     normal_axis,
+    paths_of,
     refuse_cut_graphs,
-    refuse_deep,
     refuse_rows_of_numbers,
+    refuse_wrapped,
 )
 from .layout import Cut, Layout, Leaf, Stack, Static, Tree, Whole, chunk_sizes, given_sizes, pad
 from .programs import SIZES, Layouts, capturing, refuse_freed
@@ -60,7 +61,9 @@ def scatter(
     Raises:
         ValueError: cut arrays disagree on their rows, or `chunk_sizes` does not fit.
         IndexError: `dim` is out of range for an array.
-        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor.
+        TypeError: a container that JAX does not know, an array of objects or strings, a torch tensor; `chunk_sizes`
+            that are no ints.
+        OverflowError: numpy's integers of 64 bits that do not fit in 32, without `jax_enable_x64`.
 
     Example:
         >>> import jdp, numpy as np
@@ -71,10 +74,9 @@ def scatter(
     Source: `scatter` in torch/nn/parallel/scatter_gather.py, which silently drops rows if arrays
     disagree; `scatter` in torch/nn/parallel/comm.py for `chunk_sizes`.
     """
-    check_dim("scatter", dim)
-    refuse_deep(inputs, "scatter", "inputs")
-    found = jax.tree_util.tree_leaves_with_path(inputs)
-    refuse_freed([x for _, x in found], "scatter", lambda i: f"inputs{jax.tree_util.keystr(found[i][0])}")
+    dim = checked_dim("scatter", dim)
+    leaves, _ = flatten_batch(inputs, "scatter", "inputs", stop=None)
+    refuse_freed(leaves, "scatter", lambda i: paths_of(inputs, "inputs", stop=None)[i])
     return split(inputs, Cutting(mesh_of("scatter", devices), dim, "scatter", "inputs", sizes=chunk_sizes))
 
 
@@ -272,6 +274,8 @@ def _look(
         else:
             called = functools.partial(name, i)
             found, x = classify(x, how.verb, called)
+            if found:
+                refuse_wrapped(x, how.verb, called)
             if not found:
                 spec = Static(x)
             elif axis is STACKED:

@@ -23,8 +23,8 @@ from .._core.devices import (
     resolve_output,
     warn_imbalance,
 )
-from .._core.inputs import ARRAYS, NESTED, check_dim, is_array, no_further, refuse_loader
-from .._core.layout import Tree
+from .._core.inputs import ARRAYS, NESTED, checked_dim, is_array, no_further, refuse_loader
+from .._core.layout import Tree, as_int
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Layouts, ReplicaProgram, capturing, made_once
@@ -60,7 +60,7 @@ class Config:
         replicas: int | None = None,
     ) -> None:
         verb = "DataParallel"
-        check_dim(verb, dim)
+        dim = checked_dim(verb, dim)
         mesh = devices if isinstance(devices, Mesh) else None
         axis_name = _name_of_axis(axis_name, mesh)
         axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
@@ -227,17 +227,18 @@ def _checked(replicas: Any, n: int) -> int | None:
     """Returns the user's number of replicas (or None); it must be a multiple of the number of devices."""
     if replicas is None:
         return None
-    if isinstance(replicas, bool) or not isinstance(replicas, int):
+    number = as_int(replicas)
+    if number is None:
         raise TypeError(
             f"jdp.DataParallel: replicas is {replicas!r}; it is the number of chunks of each batch. Pass an int, a "
             f"multiple of the {n} devices, or None for one replica on each."
         )
-    if replicas < 1 or replicas % n:
+    if number < 1 or number % n:
         raise ValueError(
             f"jdp.DataParallel: replicas is {replicas} and there are {n} devices; all devices have the same number of "
             f"replicas, 1 or more. Pass a multiple of {n}, or devices whose number divides {replicas}."
         )
-    return replicas
+    return number
 
 
 def _unpickled(kind: ModuleKind, portable: list[Any], axes: list[tuple[str, int]], *rest: Any) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -167,6 +168,12 @@ def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any]
             f"jdp.TrainState)."
         )
     if not isinstance(variables, Mapping):
+        if (model := _model_around()) is not None:
+            raise TypeError(
+                f"jdp.DataParallel: a wrapper of a Linen module is a part of the Linen model {type(model).__name__}; "
+                f"it holds no parameters, and the model has none for it. Wrap the whole model: "
+                f"jdp.DataParallel({type(model).__name__}(...))."
+            )
         raise TypeError(
             f"jdp.DataParallel: variables is a {type(variables).__name__}; a Linen module is applied to a dict of "
             f"collections. Call variables = dp.init(key, x) first, then dp.apply(variables, x)."
@@ -184,6 +191,16 @@ def call_options(variables: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any]
     if isinstance(kwargs.get("mutable"), set | frozenset | tuple):
         kwargs["mutable"] = sorted(kwargs["mutable"])
     return kwargs, is_stateful(kwargs)
+
+
+def _model_around() -> linen.Module | None:
+    """Returns the outermost of the bound Linen modules whose methods are running; None if there is none."""
+    frame, found = inspect.currentframe(), None
+    while frame is not None:
+        one = frame.f_locals.get("self")
+        found = one if isinstance(one, linen.Module) and one.scope is not None else found
+        frame = frame.f_back
+    return found
 
 
 def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:

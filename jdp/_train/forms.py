@@ -164,13 +164,16 @@ def forms_of_results(
     if has_loss:
         _check_loss(loss, rows, followed, verb)
     paths, treedef = jax.tree_util.tree_flatten_with_path((loss, aux), is_leaf=is_term)
+    root = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}"
+    names = [root + jax.tree_util.keystr(path[1:]) for path, _ in paths]
+    for name, (_, x) in zip(names[has_loss:], paths[has_loss:], strict=True):
+        if not is_number(x) and not _is_term_of_numbers(x):  # first of all, because no trace returns such a value
+            raise _no_form(x, name)
     found: list[tuple[Form, list[Any]]] = []
     at = 0  # the index of its first array among all arrays; a term has several
-    for i, (path, x) in enumerate(paths):
-        name = f"jdp.{verb}: {'aux' if verb == 'value_and_grad' else 'metrics'}{jax.tree_util.keystr(path[1:])}"
+    for i, (name, (_, x)) in enumerate(zip(names, paths, strict=True)):
         if i or not has_loss:
-            is_term_of_numbers = is_term(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values())))
-            form_of = _form_of_term if is_term_of_numbers else _form_of_value
+            form_of = _form_of_term if is_term(x) else _form_of_value
             found.append(form_of(x, name, followed, at, weight))
         else:
             found.append(_form_of_loss(x, followed, at, weight, f"jdp.{verb}: the loss"))
@@ -189,22 +192,14 @@ def _check_loss(loss: Any, rows: int | None, followed: Followed, verb: str) -> N
 
 def forms_of_outputs(out: Tree, size: int, followed: Followed, verb: str) -> tuple[Forms, list[Any], list[Any]]:
     """Returns the forms of a forward pass's outputs on `size` rows, no sums, and the outputs as entries per row."""
-    followed.refuse_backward(f"jdp.{verb}: the forward pass")
     paths, treedef = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_term)
+    names = [f"jdp.{verb}: outputs{jax.tree_util.keystr(path)}" for path, _ in paths]
+    for name, (_, x) in zip(names, paths, strict=True):
+        _refuse_no_output(x, name)  # first of all, because no trace returns such a value
+    followed.refuse_backward(f"jdp.{verb}: the forward pass")
     found = []
-    for i, (path, x) in enumerate(paths):
-        name = f"jdp.{verb}: outputs{jax.tree_util.keystr(path)}"
-        if is_term(x):
-            raise TypeError(
-                f"{name} is a jdp.{type(x).__name__}; a forward pass returns plain arrays, because the criterion sees "
-                f"all rows and needs no marker. Return the arrays that it is made of."
-            )
-        if not is_number(x):
-            raise TypeError(
-                f"{name} is {described(x)}; outputs are arrays, which are gathered for the criterion. Return arrays, "
-                f"and let the criterion take the rest from the batch."
-            )
-        x = jnp.asarray(x)
+    for i, (name, (_, value)) in enumerate(zip(names, paths, strict=True)):
+        x = jnp.asarray(value)
         axis = followed.axis(i)
         if isinstance(axis, int) and x.shape[axis] % size == 0:
             if x.shape[axis] > size:
@@ -227,6 +222,24 @@ def forms_of_outputs(out: Tree, size: int, followed: Followed, verb: str) -> tup
                 f"reduce it in the criterion."
             )
     return _forms_of(treedef, found)
+
+
+def _refuse_no_output(x: Any, name: str) -> None:
+    """Raises a `TypeError` for an output that is no array and no number."""
+    if is_term(x):
+        raise TypeError(
+            f"{name} is a jdp.{type(x).__name__}; a forward pass returns plain arrays, because the criterion sees "
+            f"all rows and needs no marker. Return the arrays that it is made of."
+        )
+    if not is_number(x):
+        raise TypeError(
+            f"{name} is {described(x)}; outputs are arrays, which are gathered for the criterion. Return arrays, "
+            f"and let the criterion take the rest from the batch."
+        )
+
+
+def _is_term_of_numbers(x: Any) -> bool:
+    return is_term(x) and (isinstance(x, Combination) or all(map(is_number, vars(x).values())))
 
 
 def _forms_of(treedef: Any, found: list[tuple[Form, list[Any]]]) -> tuple[Forms, list[Any], list[Any]]:
@@ -325,12 +338,17 @@ def _form_of_value(x: Any, name: str, followed: Followed, at: int, weight: float
     if is_number(x) and not isinstance(x, int) and jnp.issubdtype(x.dtype, jnp.inexact) and not x.ndim:
         followed.refuse_no_mean(at, name)
         return _form_of_mean(x, weight)
+    raise _no_form(x, name)
+
+
+def _no_form(x: Any, name: str) -> TypeError:
+    """Returns the error for a value from which the value of the whole batch cannot be made."""
     way, where = "Return one of these", "with the loss come"
     if name.startswith("jdp.evaluate"):
         where = "metrics are"
     if is_number(x) and jnp.ndim(x):  # its mean may be meant, as with BatchNorm's statistics
         way = "No axis of it follows the rows: return jdp.Sum(x), or jdp.Mean(x * n, n) of n rows for the mean"
-    raise TypeError(
+    return TypeError(
         f"{name} is {described(x)}; {where} 0-d floats (the mean over the rows), arrays with entries per "
         f"row (which are gathered), jdp.Mean(total, count) and jdp.Sum(total), which is right for a number of hits. "
         f"{way}."

@@ -292,9 +292,10 @@ def checked_metrics(metrics: Any, reserved: Sequence[str], loss: Any) -> dict[st
     metrics = {} if metrics is None else metrics
     if not isinstance(metrics, Mapping):
         what = "n array alone" if isinstance(metrics, jax.Array) else f" {type(metrics).__name__}"
-        raise TypeError(
-            f"jdp.{VERB}: the metrics are a{what}; each has a name. Return them as a dict, {{'accuracy': ...}}."
-        )
+        way = "Return them as a dict, {'accuracy': ...}"
+        if isinstance(metrics, tuple) and len(metrics) == 2 and isinstance(metrics[1], Mapping):  # Flax's own examples
+            way += "; updates of collections are the third result: return loss, {'logits': logits}, updates"
+        raise TypeError(f"jdp.{VERB}: the metrics are a{what}; each has a name. {way}.")
     if metrics.get("loss") is loss and not (is_number(loss) and jnp.ndim(loss)):
         metrics = {name: x for name, x in metrics.items() if name != "loss"}
     clash = [name for name in reserved if name in metrics]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh
 
 from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
@@ -30,7 +30,7 @@ from .batches import batches
 from .evaluate import evaluate
 from .forward import apply, gather_outputs, replicate_parameters, run_module, run_nnx, scatter_arguments
 from .prefetch import prefetch
-from .torch_names import INSTEAD
+from .torch_names import INSTEAD, OWNERS, TORCHS
 
 M = TypeVar("M")
 
@@ -52,6 +52,11 @@ _NO_INIT = (
     "for NNX, dp(params, *args) for a function."
 )
 
+_NO_PARAMS = (
+    "jdp.DataParallel: dp() is called without the parameters, which are its first argument; a wrapper of a function or "
+    "of a Linen module holds none. Call dp(params, *args); with Linen dp(variables, *args)."
+)
+
 
 class OwnSignature:
     """The signature that `inspect.signature` shows for a class: its `__init__`'s, which `nnx.Module` would hide."""
@@ -61,6 +66,11 @@ class OwnSignature:
             raise AttributeError("__signature__", name="__signature__", obj=wrapper)
         signature = inspect.signature(kind.__init__)
         return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+def _has(module: Any, name: str) -> bool:
+    """Returns True if a module has an attribute. The value is not read: some of Linen's raise errors if unbound."""
+    return hasattr(type(module), name) or name in getattr(module, "__dict__", ())
 
 
 class DataParallel(nnx.Module, Generic[M]):
@@ -224,6 +234,8 @@ class DataParallel(nnx.Module, Generic[M]):
             (5, 3)
         """
         if self._config.kind != "nnx":
+            if not args:
+                raise TypeError(_NO_PARAMS)
             return self.apply(*args, **kwargs)
         if in_replica() or is_tabulated(self):
             return cast(Any, self.module)(*args, **kwargs)
@@ -360,18 +372,25 @@ class DataParallel(nnx.Module, Generic[M]):
             """Raises an `AttributeError`; for a name of torch's it says what to call instead."""
             if name == "init":
                 raise AttributeError(_NO_INIT, name=name, obj=self)
-            if name not in INSTEAD or "_config" not in vars(self):
-                has = "_config" in vars(self) and not name.startswith("_") and hasattr(self.module, name)
-                way = f"; its module has one. Read dp.module.{name}" if has else ""
-                if has and self._config.kind != "function" and callable(getattr(type(self.module), name, None)):
-                    runs = f"jdp.DataParallel(lambda model, x: model.{name}(x), devices)(dp.module, x)"
-                    runs = runs if self._config.kind == "nnx" else f"dp.apply(variables, x, method={name!r})"
-                    way = f"; its module has one. Call {runs}, or dp.module.{name} on one device"
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{way}")
-            rule, others, of_nnx = INSTEAD[name]
-            raise AttributeError(
-                f"jdp.DataParallel: .{name} is torch's; {rule}. {of_nnx if self._config.kind == 'nnx' else others}."
-            )
+            made = "_config" in vars(self)
+            has = made and not name.startswith("_") and _has(self.module, name)
+            if made and not has and name in INSTEAD:
+                rule, others, of_nnx = INSTEAD[name]
+                raise AttributeError(
+                    f"jdp.DataParallel: .{name} is {OWNERS.get(name, TORCHS)}; {rule}. "
+                    f"{of_nnx if self._config.kind == 'nnx' else others}."
+                )
+            way = f"; its module has one. Read dp.module.{name}" if has else ""
+            of_linen = getattr(linen.Module, name, None) if has and self._config.kind == "linen" else None
+            if isinstance(of_linen, property):
+                way = f"; its module has one once it is bound. Read dp.module.bind(variables).{name}"
+            elif callable(of_linen):
+                way = f"; its module has one, which is Flax's own. Call dp.module.{name}(...)"
+            elif has and self._config.kind != "function" and callable(getattr(type(self.module), name, None)):
+                runs = f"jdp.DataParallel(lambda model, x: model.{name}(x), devices)(dp.module, x)"
+                runs = runs if self._config.kind == "nnx" else f"dp.apply(variables, x, method={name!r})"
+                way = f"; its module has one. Call {runs}, or dp.module.{name} on one device"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{way}")
 
     def __repr__(self) -> str:
         devices = ", ".join(str(d) for d in self.devices)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._core.gather import join
-from .._core.layout import Tree
+from .._core.layout import Tree, is_key
 from .._core.outputs import Marked
 from .._core.parallel_apply import CallOf, on_replicas
 from .._core.programs import ReplicaProgram, capturing, dispatch, made_once
@@ -28,6 +28,7 @@ from .._train.forms import Form, Forms
 from .._train.gradients import Loss, forms_of, run_loss
 from .._train.loss import Roles, assign_roles, loss_of
 from .._train.state import TrainState
+from .._train.terms import described
 from .batches import Batches
 from .prefetch import Prefetched, prefetch, refuse_one_batch
 
@@ -163,6 +164,12 @@ def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram
                     f"jdp.{VERB}: {label} returns {what}; each metric has a name. Return a dict, "
                     f"{{'accuracy': jdp.Mean(hits, count)}}."
                 )
+            for path, x in jax.tree_util.tree_leaves_with_path(metrics):
+                if isinstance(x, jax.Array) and is_key(x):
+                    raise TypeError(
+                        f"jdp.{VERB}: metrics{jax.tree_util.keystr(path)} is {described(x)}; metrics come back as "
+                        f"values of the host, which has no typed PRNG keys. Return jax.random.key_data(x)."
+                    )
             return None, dict(metrics)
 
         loss = loss_of(none_and_metrics, roles, VERB, config.axis_name, config.reduce_state, None, False)

@@ -1,4 +1,4 @@
-"""Names of torch's that a wrapper lacks, and what to call instead."""
+"""Names of torch's, and of a few other libraries', that a wrapper lacks, and what to call instead."""
 
 from __future__ import annotations
 
@@ -18,9 +18,32 @@ _LEAVES = (
     "Call jax.tree.leaves(params), or jax.tree_util.tree_leaves_with_path(params) for their names",
     "Call nnx.state(dp.module, nnx.Param), or nnx.to_flat_state of it for their names",
 )
+_PART = (
+    "a wrapper holds one module, which is complete when it is wrapped",
+    "Define it in the module: a submodule in setup, state as self.variable('batch_stats', name, init)",
+    "Define it in the module's __init__: a submodule as it is, state as an nnx.Variable",
+)
+_STATE = (
+    "what torch keeps in buffers is state next to the parameters",
+    "Read the other collections of the variables, such as variables['batch_stats']",
+    "Call nnx.state(dp.module, nnx.BatchStat), or with the type of another variable",
+)
 INSTEAD = {
+    "forward": ("a wrapper is called", "Call dp(params, *args); with Linen dp(variables, *args)", "Call dp(*args)"),
     **dict.fromkeys(["to", "cuda", "cpu"], _MOVE),
-    **dict.fromkeys(["half", "float", "double", "bfloat16"], _CAST),
+    **dict.fromkeys(["half", "float", "double", "bfloat16", "type"], _CAST),
+    **dict.fromkeys(["buffers", "named_buffers"], _STATE),
+    **dict.fromkeys(["add_module", "register_buffer"], _PART),
+    "get_parameter": (
+        "parameters are the leaves of a tree",
+        "Read the leaf by its path, params['Dense_0']['kernel']",
+        "Read the field of the module, dp.module.linear.kernel",
+    ),
+    "training": (
+        "a wrapper has no mode of its own",
+        "Pass the mode with each call, dp.apply(variables, x, train=False)",
+        "Call dp.train() or dp.eval(); what they have set is a field of the layers, dp.module.dropout.deterministic",
+    ),
     **dict.fromkeys(["parameters", "named_parameters"], _LEAVES),
     "state_dict": (
         "the state is a tree of arrays, the bare model's own",
@@ -45,7 +68,7 @@ INSTEAD = {
         *["Loop over dp.prefetch(loader), which goes on until all processes have run out"] * 2,
     ),
     **dict.fromkeys(
-        ["modules", "named_modules", "children", "named_children"],
+        ["modules", "named_modules", "children", "named_children", "get_submodule"],
         (
             "a wrapper holds one module",
             "Read dp.module; Linen's submodules are there in dp.module.bind(variables)",
@@ -64,6 +87,30 @@ INSTEAD = {
             "Return what you need, or self.sow(nnx.Intermediate, name, x) in the module",
         ),
     ),
-    "device_ids": ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
+    **dict.fromkeys(
+        ["device_ids", "src_device_obj"],
+        ("devices are jax.Device objects", *["Read dp.devices; the first is the primary device"] * 2),
+    ),
+    "num_devices": ("the devices are a tuple", *["Read len(dp.devices)"] * 2),
+    "share_memory": (
+        "one process drives all devices of its host, and shares no arrays with others",
+        *["Leave it out; several processes are started by jdp launch, and each makes a wrapper"] * 2,
+    ),
+    "compile": (
+        "each call is compiled already, once for each shape of its batch",
+        *["Leave it out; jax.jit compiles what is around the call, too"] * 2,
+    ),
+    "register_comm_hook": (
+        "gradients are summed inside of the step's program",
+        *["Call dp.train_step(..., reduce_dtype=jnp.bfloat16), which sends them in 16 bits"] * 2,
+    ),
+    "apply_fn": (
+        "the state of a step holds arrays and no function",
+        "Call dp.apply(variables, x)",
+        "Call dp(x)",
+    ),
 }
 """For each what is so in JAX, and what to do: with Linen and functions, and with NNX."""
+TORCHS = "torch's"
+OWNERS = {"apply_fn": "Flax's", "num_devices": "Lightning's"}
+"""Whose names they are, where they are not torch's."""

@@ -209,6 +209,25 @@ def test_a_leaf_that_is_no_array_is_refused(refused, leaf):
         jdp.gather([{"loss": leaf}, {"loss": leaf}])
 
 
+def test_masked_and_big_endian_arrays(same, refused):
+    with refused(TypeError, "gather", r"outputs\[0\]\['m'\] is a numpy.ma.MaskedArray"):
+        jdp.gather([{"m": np.ma.masked_array(rows(2), [0, 1])}] * 2)
+    x = rows(2).astype(">f4")
+    same(jdp.gather([x, x]), np.concatenate([x, x]).astype(np.float32))
+
+
+def test_freed_arrays_are_named(refused, devices):
+    x, s = jnp.ones(4), jdp.scatter({"x": jnp.ones(4)}, devices[:2])
+    for array in (x, *jax.tree.leaves(s)):
+        array.delete()
+    with refused(RuntimeError, "gather", r"outputs\[0\]\['x'\] has been freed"):
+        jdp.gather([{"x": x}, {"x": x}])
+    with refused(RuntimeError, "gather", r"outputs\['x'\] has been freed"):
+        jdp.gather(s)
+    with refused(RuntimeError, "reduce_add", r"outputs\[0\] has been freed"):
+        jdp.reduce_add([x, x])
+
+
 @pytest.mark.parametrize("outputs", [3, None, {"a": rows(2)}, rows(2)], ids=["int", "None", "dict", "array"])
 def test_what_is_neither_scattered_nor_a_list_is_refused(refused, outputs):
     with refused((TypeError, ValueError), "gather", "list"):

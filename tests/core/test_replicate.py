@@ -101,6 +101,24 @@ def test_a_leaf_that_is_no_array_is_refused(refused, devices, leaf):
         jdp.replicate({"w": np.ones(3), "bad": leaf}, devices[:2])
 
 
+@pytest.mark.parametrize("n", [2**40, -(2**40), 2**70])
+def test_a_python_int_that_jax_cannot_hold_is_refused(refused, devices, n):
+    text = rf"\['n'\] holds {n}; integers here are int32, .*Pass smaller numbers or floats"
+    with refused(OverflowError, "replicate", text):
+        jdp.replicate({"n": n}, devices[:2])
+    with refused(OverflowError, "DataParallel", text):
+        jdp.DataParallel(lambda w, x: x * w["n"], devices[:2])({"n": n}, np.ones(4, np.float32))
+
+
+def test_big_endian_parameters_are_converted(same, devices):
+    w = np.arange(4, dtype=">f4")
+    same(jdp.replicate({"w": w}, devices[:2]), {"w": w.astype(np.float32)})
+    dp = jdp.DataParallel(lambda w, x: x * w, devices[:2])
+    same(dp(w, np.ones((2, 4), np.float32)), np.stack([w, w]).astype(np.float32))
+    _, grad = dp.value_and_grad(lambda w, x: (x * w).sum(1).mean())(w, np.ones((2, 4), np.float32))
+    same(grad, np.ones(4, np.float32))
+
+
 class MyDict(dict):
     pass
 

@@ -73,6 +73,16 @@ def test_chunk_sizes_refuses_what_is_no_count(refused, size, n, match):
         jdp.chunk_sizes(size, n)
 
 
+@pytest.mark.parametrize("size, n", [(3.0, 2), (True, 2), (3, "a"), (3, None)])
+def test_chunk_sizes_refuses_what_is_no_int(refused, size, n):
+    with refused(TypeError, "chunk_sizes", f"size {size!r} over n={n!r}"):
+        jdp.chunk_sizes(size, n)
+
+
+def test_chunk_sizes_of_numpys_integers_are_ints():
+    assert repr(jdp.chunk_sizes(np.int64(3), np.int32(2))) == "(2, 1)"
+
+
 def torch_chunks(x, n, dim=0):
     """torch.chunk's own loop: `ceil(B / n)` rows at a time until none are left; n empty ones for no rows."""
     size = x.shape[dim]
@@ -339,6 +349,73 @@ def test_arrays_of_objects_are_refused(refused, devices, bad):
         jdp.scatter(({"bad": bad},), devices[:2])
 
 
+RECORDS = np.rec.array([(1, 2.0), (3, 4.0)], dtype=[("a", int), ("b", float)])
+
+
+@pytest.mark.parametrize("bad", [RECORDS, RECORDS[0], np.array(RECORDS)], ids=["array", "entry", "structured"])
+def test_records_are_refused_at_each_door(refused, devices, bad):
+    text = r"(?s)\['bad'\] is an array of dtype .*'a'.*Convert it"
+    with refused(TypeError, "scatter", text):
+        jdp.scatter({"bad": bad}, devices[:2])
+    with refused(TypeError, "replicate", text):
+        jdp.replicate({"bad": bad}, devices[:2])
+    with refused(TypeError, "gather", text):
+        jdp.gather([{"bad": bad}] * 2)
+    dp = jdp.DataParallel(lambda w, x: x, devices[:2])
+    with refused(TypeError, "DataParallel", text):
+        dp(None, {"bad": bad})
+    with refused(TypeError, "DataParallel", text):
+        dp({"bad": bad}, rows(2))
+    with refused(TypeError, "parallel_apply", "; outputs are arrays with rows"):
+        jdp.DataParallel(lambda w, x: {"x": x, "bad": bad}, devices[:2])(None, rows(2))
+
+
+@pytest.mark.parametrize("view", [bytearray(b"abcd"), b"abcd", rows(4), rows(4, 2)], ids=lambda x: type(x).__name__)
+def test_a_memoryview_is_refused(refused, devices, view):
+    dp = jdp.DataParallel(lambda w, x, *y: x, devices[:2])
+    with refused(TypeError, "scatter", r"\['v'\] is a builtins.memoryview, .*Pass np\.asarray\(x\)"):
+        jdp.scatter({"v": memoryview(view)}, devices[:2])
+    with refused(TypeError, "replicate", r"\['v'\] is a builtins.memoryview, .*Pass np\.asarray\(x\)"):
+        jdp.replicate({"v": memoryview(view)}, devices[:2])
+    with refused(TypeError, "DataParallel", r"args\[1\] is a builtins.memoryview"):
+        dp(None, rows(4), memoryview(view))
+
+
+LARGE = [np.array([2**40]), np.array([1, -(2**31) - 1]), np.array([2**33], np.uint64), np.int64(2**40)]
+
+
+@pytest.mark.parametrize("x", LARGE, ids=repr)
+def test_integers_that_jax_would_wrap_are_refused(same, refused, devices, x):
+    dp = jdp.DataParallel(lambda w, x: x, devices[:2])
+    for verb, call in {
+        "scatter": lambda: jdp.scatter({"i": x}, devices[:2]),
+        "replicate": lambda: jdp.replicate({"i": x}, devices[:2]),
+        "gather": lambda: jdp.gather([{"i": x}] * 2),
+        "DataParallel": lambda: dp(None, {"i": x}),
+    }.items():
+        with refused(OverflowError, verb, r"\['i'\] holds -?\d+; integers here are u?int32.*jax_enable_x64"):
+            call()
+    with jax.enable_x64(True):
+        same(jdp.gather(jdp.scatter(np.atleast_1d(x), devices[:2])), np.atleast_1d(x))
+
+
+def test_integers_that_fit_in_32_bits_are_no_trouble(same, devices):
+    x = np.array([2**31 - 1, -(2**31), 0])
+    same(jdp.gather(jdp.scatter(x, devices[:2])), x.astype(np.int32))
+    same(jdp.gather(jdp.scatter(x[:0], devices[:2])), x[:0].astype(np.int32))
+
+
+def test_keys_of_several_types_are_refused_at_each_door(refused, devices):
+    mixed = {1: rows(4), "a": rows(4)}
+    text = "a dict among the (inputs|params|outputs) has keys of several types .*Pass keys of one type"
+    with refused(ValueError, "scatter", text):
+        jdp.scatter(mixed, devices[:2])
+    with refused(ValueError, "replicate", text):
+        jdp.replicate(mixed, devices[:2])
+    with refused(ValueError, "gather", text):
+        jdp.gather([mixed, mixed])
+
+
 def test_a_legacy_key_beside_other_rows_is_refused(refused, devices):
     with refused(TypeError, "scatter", r"(?s)\[1\].*jax\.random\.key"):
         jdp.scatter((rows(10, 3), jax.random.PRNGKey(0)), devices[:2])
@@ -393,6 +470,20 @@ def test_chunk_sizes_of_no_rows(same, devices):
 def test_chunk_sizes_that_do_not_fit_are_refused(refused, devices, sizes, match):
     with refused(ValueError, "scatter", match):
         jdp.scatter(rows(5), devices[:2], chunk_sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0.9, 4.7), (True, 4), (None, 5), 5, np.array(5), "ab"], ids=repr)
+def test_chunk_sizes_that_are_no_ints_are_refused(refused, devices, sizes):
+    with refused(TypeError, "scatter", r"chunk_sizes is .*Pass a tuple of ints"):
+        jdp.scatter(rows(5), devices[:2], chunk_sizes=sizes)
+
+
+def test_numpys_integers_are_ints(same, devices):
+    x = rows(4, 5)
+    assert jdp.scatter(x, devices[:2], np.int64(1), chunk_sizes=np.array([4, 1])).sizes == (4, 1)
+    same(jdp.gather([x, x], dim=np.int64(1)), np.concatenate([x, x], 1))
+    dp = jdp.DataParallel(lambda w, x: x * w, devices[:2], dim=np.int64(1), replicas=np.int32(4))
+    same(dp(np.float32(2), x), 2 * x)
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 2, 1), ()])

@@ -738,6 +738,7 @@ NO_OUTPUTS = {
     "parameters": (lambda out, p: {"out": out, "w": p["w"]}, r"\['w'\]"),
     "half of the rows": (lambda out, p: out[: len(out) // 2], "rows"),
     "text": (lambda out, p: {"out": out, "name": "text"}, r"\['name'\]"),
+    "text after rows": (lambda out, p: {"out": out, "text": "text"}, r"outputs\['text'\] is a str; outputs are arrays"),
 }
 
 

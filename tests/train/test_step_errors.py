@@ -176,8 +176,13 @@ RETURNS = {
     "four": (lambda loss: (loss, {}, {}, {}), "loss_fn returns a tuple of 4"),
     "a nested pair": (lambda loss: ((loss, {}), {}), "the loss is tuple"),
     "metrics as an array": (lambda loss: (loss, loss), "the metrics are a"),
+    "metrics and updates as in Flax's ImageNet example": (
+        lambda loss: (loss, (loss, {"batch_stats": {}})),
+        r"the metrics are a tuple; .*the third result: return loss, \{'logits': logits\}, updates",
+    ),
     "metrics first": (lambda loss: ({"a": loss}, loss), "the metrics are a"),
     "a string as a metric": (lambda loss: (loss, {"a": "b"}), r"\['a'\] is a str"),
+    "a string after rows": (lambda loss: (loss, {"a": X, "b": "b"}), r"\['b'\] is a str"),
     "updates as a list": (lambda loss: (loss, {}, [loss]), "the updates are a list"),
     "a metric of the step's name": (
         lambda loss: (loss, {"loss": 2 * loss}),

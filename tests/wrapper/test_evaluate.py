@@ -249,6 +249,12 @@ BAD = {
     "a sum": (TypeError, lambda b: {"s": b["x"].sum()}, r"\['s'\] .*sum over the rows.*Return jdp.Sum\(total\)"),
     "an int": (TypeError, lambda b: {"n": (b["x"] > 0).sum()}, r"metrics\['n'\] is int32\[\]; metrics are 0-d floats"),
     "a table": (TypeError, lambda b: {"t": jnp.zeros((2, 2)) * b["x"].mean()}, r"\['t'\] is float32\[2, 2\].*jdp\.Sum"),
+    "a string after rows": (TypeError, lambda b: {"a": b["x"], "b": "s"}, r"metrics\['b'\] is a str; metrics are 0-d"),
+    "keys": (
+        TypeError,
+        lambda b: {"k": jax.random.split(jax.random.key(0), len(b["x"]))},
+        r"metrics\['k'\] is key<fry>\[\d+\]; .*jax\.random\.key_data",
+    ),
     "other names": (ValueError, changing, r"metrics\['a'\] is not in a later batch"),
     "another form": (
         ValueError,
