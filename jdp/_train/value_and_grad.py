@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from .._core.calls import Calls
 from .._core.gather import join
 from .._core.inputs import entries
-from .._core.layout import Tree
+from .._core.layout import Tree, as_int
 from .._core.parallel_apply import in_replica
 from .._core.programs import ReplicaProgram, dispatch, made_once
 from .._core.replica_mesh import outside_of_mesh
@@ -339,10 +339,11 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
 
 
 def check_steps(verb: str, steps: Any, name: str = "accumulate_steps", least: int = 1) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
+    found = as_int(steps)
+    if found is None or found < least:
         what = "a chunk is cut into that many" if least else "it is a number of steps, 0 for never"
         raise ValueError(f"jdp.{verb}: {name} is {steps!r}; {what}. Pass an int from {least}.")
-    return steps
+    return found
 
 
 def wire_type(verb: str, dtype: Any) -> Any:

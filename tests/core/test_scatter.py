@@ -484,6 +484,7 @@ def test_numpys_integers_are_ints(same, devices):
     same(jdp.gather([x, x], dim=np.int64(1)), np.concatenate([x, x], 1))
     dp = jdp.DataParallel(lambda w, x: x * w, devices[:2], dim=np.int64(1), replicas=np.int32(4))
     same(dp(np.float32(2), x), 2 * x)
+    dp.value_and_grad(lambda w, x: (w * x).mean(), accumulate_steps=np.int64(1))(np.float32(2), x)
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 2, 1), ()])

@@ -153,7 +153,7 @@ def test_other_collectives_are_refused_on_uneven_chunks_all_the_same():
 
     def loss_fn(variables, batch):
         loss, metrics, updates = loss_of(Net())(variables, batch)
-        return loss, {"sum": jax.lax.psum(jax.lax.stop_gradient(loss), "data")}, updates
+        return loss, {"mean": jax.lax.pmean(jax.lax.stop_gradient(loss), "data")}, updates
 
     step = dp.train_step(loss_fn, optax.sgd(0.1), sync_batch_norm=True)
     x, y = X.astype(np.float32), Y.astype(np.float32)
