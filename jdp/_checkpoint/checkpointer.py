@@ -19,6 +19,7 @@ from .._core.programs import refuse_freed
 from .._processes.coordination import say
 from .._processes.exchange import by_value
 from .._processes.last_words import time_for_saves
+from .._processes.places import limits
 from .._processes.watch import watch
 from .directory import Quiet, absolute
 from .items import VERB, as_json, decode, encode, fingerprints, leaves_of, replicas_of
@@ -145,8 +146,8 @@ class Checkpointer:
                 another process of the job has ended. The checkpoints that were complete are untouched.
             OSError: the directory cannot be written (in a job of several processes: RuntimeError).
             TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
-            ValueError: `step` is negative or less than one that was saved, or the directory holds a newer checkpoint,
-                and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
+            ValueError: `step` is negative or less than one that was saved, or not the same in all processes; or the
+                directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
                 is too large.
 
         Warns:
@@ -172,7 +173,7 @@ class Checkpointer:
             self.wait()  # it may find that an earlier, interrupted save of this step is complete
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
-            self._writer.write(step, *agree(self._writer.prepare, state, data))
+            self._writer.write(step, *agree(self._writer.prepare, step, state, data))
         if ending:
             self.wait()
             self._preemption.act()
@@ -343,7 +344,7 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
+def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """Returns the leaves to save, the data, and whether that is a list of each process's data because they differ.
 
     If one process cannot save, all raise, with what is wrong there; `prepare` raises if another job saves.
@@ -364,9 +365,10 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         if jax.process_count() == 1:
             raise
         failed = error
-    mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}
+    mine = {"problem": str(failed or ""), "step": step, "local": local, "data": None if failed else data}
     try:
-        every = [json.loads(text) for text in tell_all(json.dumps(mine))]
+        # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.
+        every = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
         if isinstance(failed, TypeError | ValueError):
             raise failed
     finally:
@@ -374,6 +376,12 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
+    steps = {i: e["step"] for i, e in enumerate(every)}
+    if len({*steps.values()}) > 1:
+        raise ValueError(
+            f"jdp.{VERB}: the processes save different steps: {by_value(steps)}; all save the same step at the same "
+            f"time. Count the steps alike in all processes, as with the step of jdp.TrainState."
+        )
     for path in local:
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}
         if len({*hashes.values()}) > 1:

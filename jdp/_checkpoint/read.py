@@ -33,6 +33,7 @@ from .items import (
 ARRAYS, MANIFEST = "state", "jdp"  # the items of a checkpoint, each a directory
 _TEXT = 1000  # characters of a problem that one process sends to the others
 _FILES = 10**6  # files of a checkpoint, at most
+_SHARDINGS = "_sharding"  # Orbax's file of them, which grows with leaves times devices; jdp does not read it
 _PIECE = 256 << 20  # bytes that are read at a time; an array that is larger is read alone
 
 
@@ -101,10 +102,11 @@ def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
     return [path for path in {**found, **saved} if found.get(path) != saved.get(path)]
 
 
-def tell_all(text: str) -> list[str]:
+def tell_all(text: str, seconds: float = limits.compile) -> list[str]:
     """Returns the texts of all processes, in their order; all of them have to call this.
 
-    One process may come much later than another, because it has written a large checkpoint.
+    One process may come much later than another, because it has written a large checkpoint: the others wait so many
+    seconds for it.
 
     Raises:
         RuntimeError: the connection to another process is broken.
@@ -117,7 +119,7 @@ def tell_all(text: str) -> list[str]:
     exchange = exchange_of(tuple(range(jax.process_count())))
     exchange.come_to(VERB)
     try:
-        with exchange.dispatching(limits.compile):
+        with exchange.dispatching(seconds):
             longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
             message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # few lengths: each is compiled
             message[: len(raw)] = np.frombuffer(raw, np.uint8)
@@ -199,7 +201,7 @@ def _check_files(top: str) -> None:
                     todo.append(entry.path)
                 elif not stat.S_ISREG(mode):
                     raise Damaged(f"{name}: it is {kind(mode)}, and only files of the checkpoint are read")
-                elif size > LARGEST and os.path.basename(folder) != "d":  # "d" holds the bytes of the arrays
+                elif size > LARGEST and os.path.basename(folder) != "d" and entry.name != _SHARDINGS:  # "d" has the arrays
                     raise Damaged(f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read")
                 if (seen := seen + 1) > _FILES:
                     raise Damaged(f"it has more than {_FILES:,} files")
@@ -214,7 +216,8 @@ def _not_saved(arrays: Mapping[str, Any], content: Mapping[str, Any]) -> str:
 
 def _read_arrays(path: Any, item: Mapping[str, Any], where: Mapping[str, Any]) -> dict[str, Any]:
     if is_local(path):
-        size = sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
+        files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names if name != _SHARDINGS]
+        size = sum(os.lstat(file).st_size for file in files)
         if size > 2 * sum(x.nbytes for x in item.values()) + LARGEST:
             raise Damaged(f"{path.name}: it has {size / 2**20:,.0f} MiB, far more than what was saved")
     return {name: x for some in _pieces(path, describe(item), where) for name, x in some.items()}

@@ -117,6 +117,7 @@ class Writer:
         if self._orbax is not None and self._thread is None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
+            self._orbax = None  # a later save makes another
         self._lock.release()
 
     def _finish(self, number: int) -> None:

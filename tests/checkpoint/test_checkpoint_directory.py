@@ -234,6 +234,16 @@ def test_an_old_intact_one_is_found_behind_many_that_are_damaged(tmp_path, monke
 # One writer.
 
 
+def test_a_save_after_close_takes_the_lock_again(tmp_path):
+    checkpointer = jdp.Checkpointer(tmp_path)
+    for step in (1, 2):
+        assert checkpointer.save(step, at(step), data=step)
+        assert (tmp_path / ".jdp-lock").exists()
+        checkpointer.close()
+        assert not (tmp_path / ".jdp-lock").exists()
+        assert restored(tmp_path) == step
+
+
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path, refused):
     first, second = jdp.Checkpointer(tmp_path), jdp.Checkpointer(tmp_path)
     assert first.restore(STATE)[1] is None and second.restore(STATE)[1] is None  # both may look
@@ -655,6 +665,14 @@ def test_nothing_but_files_of_the_directory_is_read(tmp_path, case):
         checkpointer.save(3, at(3), data=3)
     assert [(p, p.stat().st_mtime_ns, p.stat().st_atime_ns, p.stat().st_size) for p, *_ in before] == before
     assert restored(run) == 3
+
+
+def test_a_large_file_that_is_not_read_is_no_damage(tmp_path):
+    """Orbax's file of the shardings: 1,024 devices and 2,300 leaves make 34 MiB of it."""
+    saved(tmp_path, 1)
+    with open(tmp_path / "1" / "state" / "_sharding", "w") as file:
+        file.truncate(100 << 20)
+    assert restored(tmp_path) == 1
 
 
 def test_a_writer_that_did_not_restore_deletes_links_and_not_what_they_lead_to(tmp_path):
