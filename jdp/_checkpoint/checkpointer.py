@@ -147,8 +147,8 @@ class Checkpointer:
             OSError: the directory cannot be written (in a job of several processes: RuntimeError).
             TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
             ValueError: `step` is negative or less than one that was saved, or not the same in all processes; or the
-                directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
-                is too large.
+                directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for
+                itself is not the same in all; or `data` is too large.
 
         Warns:
             UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has
@@ -202,6 +202,7 @@ class Checkpointer:
             The state and `data`, as they were saved.
 
         Raises:
+            MemoryError: there is no room for a second copy of the state, next to the one that was passed.
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
             TypeError: `step` is no integer.
             ValueError: the checkpoint is of another model, or there is no checkpoint of `step`.

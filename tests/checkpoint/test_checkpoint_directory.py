@@ -675,6 +675,46 @@ def test_a_large_file_that_is_not_read_is_no_damage(tmp_path):
     assert restored(tmp_path) == 1
 
 
+def test_no_room_is_no_damage(tmp_path, monkeypatch, refused):
+    """Neither on a device nor on the host, when it is restored and when the writer looks whether it is intact."""
+    saved(tmp_path, 1, 2)
+    read_arrays, full = jdp._checkpoint.read._pieces, MemoryError("of the host")
+
+    def no_room(*args):
+        raise full
+
+    monkeypatch.setattr(jdp._checkpoint.read, "_pieces", no_room)
+    for error in (full, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
+        full = error
+        with jdp.Checkpointer(tmp_path) as reader, refused(MemoryError, "Checkpointer", match="NumPy arrays"):
+            reader.restore(STATE)
+        with pytest.raises(type(error)):
+            jdp._checkpoint.read.intact(tmp_path / "2")
+    monkeypatch.setattr(jdp._checkpoint.read, "_pieces", read_arrays)
+    assert restored(tmp_path) == 2 and sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("stale", [OSError(errno.ESTALE, "Stale file handle"), ValueError("[os_error_code='5']")])
+def test_an_error_that_passes_is_no_damage(tmp_path, monkeypatch, stale):
+    """As of NFS; in the words of Python, and of tensorstore."""
+    saved(tmp_path, 1, 2)
+    read_manifest, errors = jdp._checkpoint.read._read_manifest, [stale]
+
+    def once(path):
+        with jdp._checkpoint.read._named("metadata"):
+            if errors:
+                raise errors.pop()
+        return read_manifest(path)
+
+    monkeypatch.setattr(jdp._checkpoint.read, "_PAUSE", 0.0)
+    monkeypatch.setattr(jdp._checkpoint.read, "_read_manifest", once)
+    assert restored(tmp_path) == 2
+    errors.append(stale)
+    assert jdp._checkpoint.read.intact(tmp_path / "2") == ""
+    errors.extend([stale, stale])
+    assert jdp._checkpoint.read.intact(tmp_path / "2").startswith("metadata: ")
+
+
 def test_a_writer_that_did_not_restore_deletes_links_and_not_what_they_lead_to(tmp_path):
     run, victim = tmp_path / "run", tmp_path / "victim"
     saved(run, 2)
