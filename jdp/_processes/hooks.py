@@ -82,8 +82,10 @@ def install() -> None:
     listener = threading.Thread(target=listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()
     threading.Thread(target=look_at_the_time, args=(leaving,), name="jdp-watches", daemon=True).start()
-    jax.monitoring.register_scalar_listener(functools.partial(watch.compile_event, True))
-    jax.monitoring.register_event_duration_secs_listener(functools.partial(watch.compile_event, False))
+    jax.monitoring.register_scalar_listener(lambda event, value, **_: watch.compile_event(event, True))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: watch.compile_event(event, False)
+    )
     os.register_at_fork(after_in_child=forget_in_child)
     atexit.register(_leave, own, leaving, listener)
 

@@ -146,7 +146,7 @@ class Watch:
         finally:
             self._saves_since = before
 
-    def compile_event(self, begins: bool, event: str, _: float, **__: Any) -> None:
+    def compile_event(self, event: str, begins: bool) -> None:
         """Listens to `jax.monitoring`, which says when JAX begins and ends to compile, also programs of the user."""
         if event.endswith("/backend_compile_duration"):
             self.compiling(begins)

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import json
 import math
 import os
@@ -216,9 +215,9 @@ def test_who_comes_late_but_moves_is_waited_for(job):
 def test_who_compiles_is_not_late(job):
     job.come((0, 1))
     job.here = 2
-    job.watches[2].compile_event(True, "/jax/core/compile/backend_compile_duration", 0.1, fun_name="f")
+    job.watches[2].compile_event("/jax/core/compile/backend_compile_duration", True)
     assert not job.go_on(300)
-    job.watches[2].compile_event(False, "/jax/core/compile/backend_compile_duration", 300.0)
+    job.watches[2].compile_event("/jax/core/compile/backend_compile_duration", False)
     assert not job.go_on(19) and job.go_on(5).keys() == {0, 1}
 
 
@@ -230,7 +229,12 @@ def test_what_is_lowered_is_not_compiled():
         if event.endswith("/backend_compile_duration"):
             seen.append(watch._compiles(module.time.monotonic()))
 
-    begins, ends = (functools.partial(watch.compile_event, whether) for whether in (True, False))
+    def begins(event, value, **_):
+        watch.compile_event(event, True)
+
+    def ends(event, duration_secs, **_):
+        watch.compile_event(event, False)
+
     monitoring.register_scalar_listener(begins)
     monitoring.register_scalar_listener(compiles)
     monitoring.register_event_duration_secs_listener(ends)
