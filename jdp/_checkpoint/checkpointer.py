@@ -166,6 +166,8 @@ class Checkpointer:
             return False
         if self._ray is not None and self._ray.gives_notice():
             self._preemption.tell()
+        if self._writer.failed and jax.process_count() == 1:
+            self.wait()  # raises at once; several processes do that in a step that all save
         ending = self._preemption.reached()
         if not ending and step % self._every:
             return False
@@ -361,7 +363,7 @@ def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tup
         if jax.process_count() == 1:
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
-        local = fingerprints(encode(own))
+        local = {p: h for p, h in fingerprints(encode(own)).items() if p in own}  # and not the placeholder of none
     except Exception as error:
         if jax.process_count() == 1:
             raise
@@ -377,13 +379,20 @@ def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tup
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
+    _refuse_differences(every)
+    apart = any(e["data"] != data for e in every)
+    return leaves, [e["data"] for e in every] if apart else data, apart
+
+
+def _refuse_differences(every: list[dict[str, Any]]) -> None:
+    """Raises a `ValueError` if the processes save different steps, or different values of what each has by itself."""
     steps = {i: e["step"] for i, e in enumerate(every)}
     if len({*steps.values()}) > 1:
         raise ValueError(
             f"jdp.{VERB}: the processes save different steps: {by_value(steps)}; all save the same step at the same "
             f"time. Count the steps alike in all processes, as with the step of jdp.TrainState."
         )
-    for path in local:
+    for path in dict.fromkeys(path for e in every for path in e["local"]):
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}
         if len({*hashes.values()}) > 1:
             raise ValueError(
@@ -391,5 +400,3 @@ def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tup
                 f"them would be saved; what each process holds for itself is equal in all. Pass it in data, which may "
                 f"differ, or make it one array of all (jdp.replicate)."
             )
-    apart = any(e["data"] != data for e in every)
-    return leaves, [e["data"] for e in every] if apart else data, apart

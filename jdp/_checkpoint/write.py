@@ -51,6 +51,11 @@ class Writer:
         # It runs only after the thread has ended, because that holds `self`.
         weakref.finalize(self, _dropped, self._lock, self._unheard, os.getpid())
 
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed, and `wait` has not raised its error yet."""
+        return self._failure is not None
+
     def prepare(self) -> None:
         """Makes sure that this process can write, or raises; in a job, process 0 takes the lock for all."""
         if jax.process_index() == 0:

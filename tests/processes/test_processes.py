@@ -602,6 +602,7 @@ def test_checkpoint_data(found):
         assert result["data"] == {"position": 100 * process, "losses": [0.5] * 2000}
         assert "ValueError" in result["differs"] and "['n'] is not the same in all processes" in result["differs"]
         assert result["latest"] == 1
+        assert "ValueError" in result["lacks"] and "['n'] is not the same in all processes" in result["lacks"]
         steps = "ValueError: jdp.Checkpointer: the processes save different steps: process 0 has 2; process 1 has 3; "
         assert result["steps"].startswith(steps), result["steps"]
         assert "RuntimeError: jdp.Checkpointer: process 1 does not see what process 0 writes in" in result["apart"]
