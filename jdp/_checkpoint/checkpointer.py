@@ -135,7 +135,8 @@ class Checkpointer:
             state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
             data: the position in the data from which to go on: None, numbers, strings, lists, dicts with string keys,
                 together at most 32 MiB. It is copied. It may differ between processes, and each gets its own back; in
-                a job with another number of processes `restore` returns the list of all of them.
+                a job with another number of processes `restore` returns the list of all of them. If it was the same
+                in all, that one comes back, in any job.
 
         Returns:
             True if this call saved the step; False also if the step is saved already.
