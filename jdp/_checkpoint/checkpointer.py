@@ -19,6 +19,7 @@ from .._core.programs import refuse_freed
 from .._processes.coordination import say
 from .._processes.exchange import by_value
 from .._processes.last_words import time_for_saves
+from .._processes.places import limits
 from .._processes.watch import watch
 from .directory import Quiet, absolute
 from .items import VERB, as_json, decode, encode, fingerprints, leaves_of, replicas_of
@@ -134,7 +135,8 @@ class Checkpointer:
             state: a `jdp.TrainState`, any pytree of arrays and numbers, an NNX object, or a pytree of NNX objects.
             data: the position in the data from which to go on: None, numbers, strings, lists, dicts with string keys,
                 together at most 32 MiB. It is copied. It may differ between processes, and each gets its own back; in
-                a job with another number of processes `restore` returns the list of all of them.
+                a job with another number of processes `restore` returns the list of all of them. If it was the same
+                in all, that one comes back, in any job.
 
         Returns:
             True if this call saved the step; False also if the step is saved already.
@@ -145,9 +147,9 @@ class Checkpointer:
                 another process of the job has ended. The checkpoints that were complete are untouched.
             OSError: the directory cannot be written (in a job of several processes: RuntimeError).
             TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
-            ValueError: `step` is negative or less than one that was saved, or the directory holds a newer checkpoint,
-                and nothing was restored; or a leaf that each process holds for itself is not the same in all; or `data`
-                is too large.
+            ValueError: `step` is negative or less than one that was saved, or not the same in all processes; or the
+                directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for
+                itself is not the same in all; or `data` is too large.
 
         Warns:
             UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has
@@ -165,6 +167,8 @@ class Checkpointer:
             return False
         if self._ray is not None and self._ray.gives_notice():
             self._preemption.tell()
+        if self._writer.failed and jax.process_count() == 1:
+            self.wait()  # raises at once; several processes do that in a step that all save
         ending = self._preemption.reached()
         if not ending and step % self._every:
             return False
@@ -172,7 +176,7 @@ class Checkpointer:
             self.wait()  # it may find that an earlier, interrupted save of this step is complete
         if saving := step != self._steps.newest:
             self._steps.check_grows(step)
-            self._writer.write(step, *agree(self._writer.prepare, state, data))
+            self._writer.write(step, *agree(self._writer.prepare, step, state, data))
         if ending:
             self.wait()
             self._preemption.act()
@@ -201,6 +205,7 @@ class Checkpointer:
             The state and `data`, as they were saved.
 
         Raises:
+            MemoryError: there is no room for a second copy of the state, next to the one that was passed.
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
             TypeError: `step` is no integer.
             ValueError: the checkpoint is of another model, or there is no checkpoint of `step`.
@@ -343,7 +348,7 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
+def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """Returns the leaves to save, the data, and whether that is a list of each process's data because they differ.
 
     If one process cannot save, all raise, with what is wrong there; `prepare` raises if another job saves.
@@ -359,14 +364,15 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
         if jax.process_count() == 1:
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
-        local = fingerprints(encode(own))
+        local = {p: h for p, h in fingerprints(encode(own)).items() if p in own}  # and not the placeholder of none
     except Exception as error:
         if jax.process_count() == 1:
             raise
         failed = error
-    mine = {"problem": str(failed or ""), "local": local, "data": None if failed else data}
+    mine = {"problem": str(failed or ""), "step": step, "local": local, "data": None if failed else data}
     try:
-        every = [json.loads(text) for text in tell_all(json.dumps(mine))]
+        # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.
+        every = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
         if isinstance(failed, TypeError | ValueError):
             raise failed
     finally:
@@ -374,7 +380,20 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
-    for path in local:
+    _refuse_differences(every)
+    apart = any(e["data"] != data for e in every)
+    return leaves, [e["data"] for e in every] if apart else data, apart
+
+
+def _refuse_differences(every: list[dict[str, Any]]) -> None:
+    """Raises a `ValueError` if the processes save different steps, or different values of what each has by itself."""
+    steps = {i: e["step"] for i, e in enumerate(every)}
+    if len({*steps.values()}) > 1:
+        raise ValueError(
+            f"jdp.{VERB}: the processes save different steps: {by_value(steps)}; all save the same step at the same "
+            f"time. Count the steps alike in all processes, as with the step of jdp.TrainState."
+        )
+    for path in dict.fromkeys(path for e in every for path in e["local"]):
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}
         if len({*hashes.values()}) > 1:
             raise ValueError(
@@ -382,5 +401,3 @@ def agree(prepare: Callable[[], None], state: Tree, data: Any) -> tuple[dict[str
                 f"them would be saved; what each process holds for itself is equal in all. Pass it in data, which may "
                 f"differ, or make it one array of all (jdp.replicate)."
             )
-    apart = any(e["data"] != data for e in every)
-    return leaves, [e["data"] for e in every] if apart else data, apart

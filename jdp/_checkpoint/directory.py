@@ -25,7 +25,9 @@ from .items import VERB
 LOCK = ".jdp-lock"
 _UNFINISHED = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp(-[0-9]+)?")  # Orbax's name for an incomplete step
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_LATE = 5.0  # seconds that a failed save may go on writing: Orbax does not wait for the writes that it abandons
+# Seconds that a failed save may go on writing (Orbax does not wait for the writes that it abandons), or that a network
+# may need to show a file.
+_LATE = 5.0
 
 
 def absolute(directory: str | os.PathLike[str]) -> Any:
@@ -90,6 +92,17 @@ def _writing(directory: Any) -> Iterator[None]:
             f"jdp.{VERB}: {directory} cannot be written: {e.strerror or e}; checkpoints are made there by this "
             f"user. Make it writable, or pass another directory."
         ) from e
+
+
+def sees_lock(directory: Any) -> bool:
+    """Returns True if the lock's file, which process 0 has just made, is there; a network may show it late."""
+    end = time.monotonic() + _LATE
+    while is_local(directory) and not os.path.lexists(os.path.join(directory, LOCK)):
+        if time.monotonic() > end:
+            return False
+        make_writable(directory)  # after a change of its own a client of NFS looks at the directory again
+        time.sleep(0.1)
+    return True
 
 
 def kind(mode: int) -> str:

@@ -32,6 +32,12 @@ def leaves_of(state: Tree) -> dict[str, Any]:
                 f"jdp.{VERB}: {path} is a {type(x).__name__}; a checkpoint holds arrays and numbers. Pass it in data, "
                 f"as JSON, or leave it out."
             )
+        if not _is_kept(x):
+            raise TypeError(
+                f"jdp.{VERB}: {path} is of dtype {_dtype(x)}; a checkpoint holds the dtypes that JAX has, other than "
+                f"uint2 and uint4. Convert it (uint4 to uint8, float128 to float64), or pass it in data: an int of "
+                f"more than 64 bits, say."
+            )
     if not flat:
         raise ValueError(f"jdp.{VERB}: the state has no leaves; a checkpoint is of at least one array. Pass the state.")
     return flat
@@ -204,6 +210,18 @@ def _data(x: jax.Array) -> jax.Array:
 
 def _dtype(x: Any) -> str:
     return str(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
+
+
+def _is_kept(x: Any) -> bool:
+    """Returns False for what the files of a checkpoint, or the fingerprints, have no form for."""
+    if isinstance(x, jax.Array):
+        return str(x.dtype) not in _UNSIGNED
+    dtype = np.asarray(x).dtype  # of an int of more than 64 bits: object
+    strange = (np.object_, np.void, np.longdouble, np.clongdouble)
+    return dtype.type not in strange and dtype.isnative and dtype.name not in _UNSIGNED
+
+
+_UNSIGNED = ("uint2", "uint4")  # tensorstore has none of them
 
 
 def _is_node(x: Any) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -32,7 +34,9 @@ from .items import (
 
 ARRAYS, MANIFEST = "state", "jdp"  # the items of a checkpoint, each a directory
 _TEXT = 1000  # characters of a problem that one process sends to the others
+_NO_ROOM = "*"  # a problem that begins so is no damage
 _FILES = 10**6  # files of a checkpoint, at most
+_SHARDINGS = "_sharding"  # Orbax's file of them, which grows with leaves times devices; jdp does not read it
 _PIECE = 256 << 20  # bytes that are read at a time; an array that is larger is read alone
 
 
@@ -40,28 +44,24 @@ class Damaged(Exception):
     """The checkpoint is not what was written."""
 
 
+T = TypeVar("T")
+# A network, a disk or another program may cause them, and they may pass.
+_PASSING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+_PAUSE = 1.0  # seconds until it is read once more after one of them
+
+
 def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """Returns the arrays, as `encode` gave them but with the shardings of `leaves`; the data cursor; and the replicas.
 
     Every process raises the same error: `Damaged` if anything cannot be read or does not match its checksum, ValueError
-    if the checkpoint is of another model.
+    if the checkpoint is of another model, MemoryError if there is no room for the arrays.
     """
-    item = encode(leaves)
-    where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
     content: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
-    problem = ""
     try:
-        content = _read_manifest(path)
-        if content["format"] > FORMAT:
-            version = content["versions"].get("jdp")
-            problem = f"!it was written by jdp {version!s:.50}, in a form that this version does not know"
-        elif difference := manifest_difference(content["leaves"], describe(leaves)):
-            problem = f"!{difference}"
-        else:
-            arrays = _read_arrays(path / ARRAYS, item, where)
+        content, arrays, problem = _twice(lambda: _read_here(path, leaves))
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
-        problem = _brief(e)
+        problem = f"{_NO_ROOM if _lacks_room(e) else ''}{_brief(e)}"
     # If one process cannot read a file, the others must not wait for it in the collectives of the fingerprints.
     _agree(path, problem)
     _agree(path, _not_saved(arrays, content))
@@ -70,24 +70,71 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any
     return arrays, data[jax.process_index()] if own else data, content.get("replicas")
 
 
+def _read_here(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Returns the manifest and the arrays; or, without arrays, why they are of another model."""
+    content = _read_manifest(path)
+    if content["format"] > FORMAT:
+        version = content["versions"].get("jdp")
+        return content, {}, f"!it was written by jdp {version!s:.50}, in a form that this version does not know"
+    if difference := manifest_difference(content["leaves"], describe(leaves)):
+        return content, {}, f"!{difference}"
+    item = encode(leaves)
+    where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
+    return content, _read_arrays(path / ARRAYS, item, where), ""
+
+
+def _twice(read: Callable[[], T]) -> T:
+    """Returns what `read` returns; after an error that may pass, it is called once more."""
+    try:
+        return read()
+    except Exception as e:  # noqa: BLE001 tensorstore raises all kinds
+        codes = {getattr(cause, "errno", None) for cause in _causes(e)}
+        codes |= {int(code) for cause in _causes(e) for code in re.findall(r"os_error_code='(\d+)'", str(cause))}
+        if not codes & _PASSING:
+            raise
+    time.sleep(_PAUSE)
+    return read()
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _lacks_room(error: BaseException) -> bool:
+    """Returns True if a device or the host has no memory left, which is no damage."""
+    full = [isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(e) for e in _causes(error)]
+    return any(full) or any(isinstance(e, MemoryError) for e in _causes(error))
+
+
 def intact(path: Any) -> str:
-    """Returns what is wrong with a checkpoint, or "". It runs in one process, on the host, in any thread."""
+    """Returns what is wrong with a checkpoint, or "". It runs in one process, on the host, in any thread.
+
+    Raises a `MemoryError` or a `JaxRuntimeError` if there is no room to look.
+    """
+    try:
+        return _twice(lambda: _wrong_with(path))
+    except Exception as e:  # noqa: BLE001 whatever is wrong with it
+        if _lacks_room(e):
+            raise
+        return _brief(e)
+
+
+def _wrong_with(path: Any) -> str:
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was set up without a CPU backend
         host = None
-    try:
-        content = _read_manifest(path)
-        if content["format"] > FORMAT:
-            return f"its form is {content['format']}, which this version of jdp does not know"
-        # The placeholder of a state without any array to write is no leaf.
-        expected = {name: content["leaves"].get(name, ["uint8", [1]]) for name in content["fingerprints"]}
-        for arrays in _pieces(path / ARRAYS, expected, {}):
-            with jax.default_device(host):
-                if problem := _not_saved(arrays, content):
-                    return problem
-    except Exception as e:  # noqa: BLE001 whatever is wrong with it
-        return _brief(e)
+    content = _read_manifest(path)
+    if content["format"] > FORMAT:
+        return f"its form is {content['format']}, which this version of jdp does not know"
+    # The placeholder of a state without any array to write is no leaf.
+    expected = {name: content["leaves"].get(name, ["uint8", [1]]) for name in content["fingerprints"]}
+    for arrays in _pieces(path / ARRAYS, expected, {}):
+        with jax.default_device(host):
+            if problem := _not_saved(arrays, content):
+                return problem
     return ""
 
 
@@ -101,10 +148,11 @@ def unlike(path: Any, leaves: Mapping[str, Any]) -> list[str]:
     return [path for path in {**found, **saved} if found.get(path) != saved.get(path)]
 
 
-def tell_all(text: str) -> list[str]:
+def tell_all(text: str, seconds: float = limits.compile) -> list[str]:
     """Returns the texts of all processes, in their order; all of them have to call this.
 
-    One process may come much later than another, because it has written a large checkpoint.
+    One process may come much later than another, because it has written a large checkpoint: the others wait so many
+    seconds for it.
 
     Raises:
         RuntimeError: the connection to another process is broken.
@@ -117,7 +165,7 @@ def tell_all(text: str) -> list[str]:
     exchange = exchange_of(tuple(range(jax.process_count())))
     exchange.come_to(VERB)
     try:
-        with exchange.dispatching(limits.compile):
+        with exchange.dispatching(seconds):
             longest = int(np.max(multihost_utils.process_allgather(np.int32(len(raw)))))
             message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # few lengths: each is compiled
             message[: len(raw)] = np.frombuffer(raw, np.uint8)
@@ -143,10 +191,16 @@ def absent(error: BaseException | None) -> str:
 def _agree(path: Any, problem: str) -> None:
     """Raises in every process if any of them has found a problem."""
     told = tell_all(problem[:_TEXT])
-    texts = dict.fromkeys(t.removeprefix("!") for t in told if t)
+    texts = dict.fromkeys(t.removeprefix("!").removeprefix(_NO_ROOM) for t in told if t)
     if not texts:
         return
     text = "; ".join(texts)
+    if any(t.startswith(_NO_ROOM) for t in told):
+        raise MemoryError(
+            f"jdp.{VERB}: there is no room for the arrays of {path} ({text}); they are read while the state that was "
+            f"passed is still there. Pass a state of NumPy arrays (np.empty), which is filled on the host, with "
+            f"nothing else on the devices; or use more devices."
+        )
     if any(t.startswith("!") for t in told):
         raise ValueError(
             f"jdp.{VERB}: {path} is of another model or training state: {text}; a state is restored into one of the "
@@ -199,7 +253,9 @@ def _check_files(top: str) -> None:
                     todo.append(entry.path)
                 elif not stat.S_ISREG(mode):
                     raise Damaged(f"{name}: it is {kind(mode)}, and only files of the checkpoint are read")
-                elif size > LARGEST and os.path.basename(folder) != "d":  # "d" holds the bytes of the arrays
+                elif (
+                    size > LARGEST and os.path.basename(folder) != "d" and entry.name != _SHARDINGS
+                ):  # "d" has the arrays
                     raise Damaged(f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read")
                 if (seen := seen + 1) > _FILES:
                     raise Damaged(f"it has more than {_FILES:,} files")
@@ -214,7 +270,8 @@ def _not_saved(arrays: Mapping[str, Any], content: Mapping[str, Any]) -> str:
 
 def _read_arrays(path: Any, item: Mapping[str, Any], where: Mapping[str, Any]) -> dict[str, Any]:
     if is_local(path):
-        size = sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
+        files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names if name != _SHARDINGS]
+        size = sum(os.lstat(file).st_size for file in files)
         if size > 2 * sum(x.nbytes for x in item.values()) + LARGEST:
             raise Damaged(f"{path.name}: it has {size / 2**20:,.0f} MiB, far more than what was saved")
     return {name: x for some in _pieces(path, describe(item), where) for name, x in some.items()}

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from .._processes.coordination import say
-from .directory import free_name, remove_unfinished, steps_in
+from .._processes.places import named
+from .directory import free_name, remove_unfinished, sees_lock, steps_in
 from .items import VERB
 from .read import Damaged, read, tell_all
 
@@ -75,13 +76,20 @@ class Steps:
     def set_aside(self, step: int) -> None:
         """Renames damaged checkpoints and those newer than where this run goes on, and deletes unfinished saves.
 
-        Raises a `ValueError` if there are newer checkpoints and this run has not called `restore`.
+        Raises a `ValueError` if there are newer checkpoints and this run has not called `restore`, and a `RuntimeError`
+        if the processes see different directories.
         """
         if self._cleared:
             return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
         newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
-        ahead = int(tell_all(str(max((s for s in newer if s > here), default=-1)))[0])
+        told = tell_all(json.dumps([max((s for s in newer if s > here), default=-1), sees_lock(self._directory)]))
+        ahead, _ = json.loads(told[0])
+        if blind := [p for p, text in enumerate(told) if not json.loads(text)[1]]:
+            raise RuntimeError(
+                f"jdp.{VERB}: {named(blind)} {'do' if len(blind) > 1 else 'does'} not see what process 0 writes in "
+                f"{self._directory}; all processes must see the directory. Pass one on a shared file system."
+            )
         if not self._looked and ahead >= 0:
             raise ValueError(
                 f"jdp.{VERB}: step {step} cannot be saved in {self._directory}, which holds step {ahead} already; a "

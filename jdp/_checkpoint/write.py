@@ -51,6 +51,11 @@ class Writer:
         # It runs only after the thread has ended, because that holds `self`.
         weakref.finalize(self, _dropped, self._lock, self._unheard, os.getpid())
 
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed, and `wait` has not raised its error yet."""
+        return self._failure is not None
+
     def prepare(self) -> None:
         """Makes sure that this process can write, or raises; in a job, process 0 takes the lock for all."""
         if jax.process_index() == 0:
@@ -117,6 +122,7 @@ class Writer:
         if self._orbax is not None and self._thread is None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
+            self._orbax = None  # a later save makes another
         self._lock.release()
 
     def _finish(self, number: int) -> None:

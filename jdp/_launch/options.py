@@ -180,13 +180,14 @@ def _check_numbers(job: Job) -> None:
         ("-n", job.processes, 1, "a machine runs 1 process or more. Pass -n 1 or more."),
         ("--max-restarts", job.max_restarts, 0, "it is a number of restarts. Pass 0 or more."),
         ("--devices-per-process", job.cpu_devices, 1, "a process has 1 or more. Pass 1 or more."),
-        ("--grace", job.grace, 0, "it is a number of seconds. Pass 0 or more."),
-        ("--preemption-grace", job.preemption_grace, 0, "it is a number of seconds. Pass 0 or more."),
+        ("--grace", job.grace, 0, "it is a number of seconds. Pass 0 to 1e8."),
+        ("--preemption-grace", job.preemption_grace, 0, "it is a number of seconds. Pass 0 to 1e8."),
         ("--min-processes", job.min_processes, 1, "a job has 1 process or more. Pass 1 or more."),
         ("--replicas", job.replicas, 1, "a batch has one chunk for each, 1 or more. Pass 1 or more."),
         ("--nnodes", job.nodes, 1, "a job has 1 machine or more. Pass 1 or more."),
     ):
-        if number is not None and not least <= number < math.inf:
+        most = 1e8 if isinstance(number, float) else math.inf  # Python cannot wait for 1e10 seconds
+        if number is not None and not least <= number <= most:
             raise ValueError(f"{option} is {number}; {rule}")
 
 

@@ -50,6 +50,8 @@ def _opened(path: str) -> int:
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
+    if os.path.islink(path):
+        raise OSError(f"it is a link, which may lead elsewhere later. Pass the folder itself, {os.path.realpath(path)}")
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     found = os.fstat(folder)
     if found.st_uid == os.geteuid() and not found.st_mode & 0o077:

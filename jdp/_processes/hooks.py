@@ -54,40 +54,59 @@ def install() -> None:
     before, own = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != own:  # a child of os.fork, whose end does not concern the job
+        if error is not getattr(sys, "last_value", None):  # Python sets it before; this is a report of a handled error
+            before(kind, error, trace)
+        elif os.getpid() != own:  # a child of os.fork, whose end does not concern the job
             before(kind, error, trace)
             _Exit.code, _Exit.process = 130 if issubclass(kind, KeyboardInterrupt) else 1, os.getpid()
-            return
-        # JAX waits for the others at exit, and they may be waiting for this process: it ends here, whatever happens.
-        interrupted, text = issubclass(kind, KeyboardInterrupt), text_of(error)
-        try:
-            let_the_listener_speak(text)
-            if interrupted:
-                say("\n".join([f"jdp: process {own_process()} was interrupted", *getattr(error, "__notes__", ())]))
-            else:
-                show(before, kind, error, trace)
-            flush()
-            finish(time_for_saves(error))
-        finally:
-            tell(f"{kind.__name__}: {text}" if text else kind.__name__)
-            end(130 if interrupted else WAITED if issubclass(kind, AbsentError) else 1)
+        else:
+            _fail(error, lambda: show(before, kind, error, trace))
 
     sys.excepthook = hook
     _note_exits()
     if threading.current_thread() is not threading.main_thread():
-        _end_with(threading.current_thread(), hook)
+        _end_with(threading.current_thread(), before)
     with contextlib.suppress(Exception):
         watch.look()  # writes where this process is, so that the others know it from the first call on
     leaving = threading.Event()
     listener = threading.Thread(target=listen, args=(leaving,), name="jdp-listens", daemon=True)
     listener.start()
     threading.Thread(target=look_at_the_time, args=(leaving,), name="jdp-watches", daemon=True).start()
-    jax.monitoring.register_event_duration_secs_listener(watch.compile_event)
+    jax.monitoring.register_scalar_listener(lambda event, value, **_: watch.compile_event(event, True))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: watch.compile_event(event, False)
+    )
     os.register_at_fork(after_in_child=forget_in_child)
     atexit.register(_leave, own, leaving, listener)
 
 
-def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
+def _fail(error: BaseException, show_it: Callable[[], None] = lambda: None) -> None:
+    """Ends this process, which has failed with this error. `show_it` prints the error, unless that was done."""
+    # JAX waits for the others at exit, and they may be waiting for this process: it ends here, whatever happens.
+    kind, interrupted, text = type(error), isinstance(error, KeyboardInterrupt), text_of(error)
+    try:
+        let_the_listener_speak(text)
+        if interrupted:
+            say("\n".join([f"jdp: process {own_process()} was interrupted", *getattr(error, "__notes__", ())]))
+        else:
+            show_it()
+        flush()
+        finish(time_for_saves(error))
+    finally:
+        tell(f"{kind.__name__}: {text}" if text else kind.__name__)
+        end(130 if interrupted else WAITED if isinstance(error, AbsentError) else 1)
+
+
+def _uncaught() -> BaseException | None:
+    """Returns the error that has ended the program, where a hook that a library has set later did not call jdp's.
+
+    Consoles set the same name for errors that they have handled, whose frames have a caller.
+    """
+    trace = getattr(sys, "last_traceback", None)
+    return getattr(sys, "last_value", None) if trace is not None and trace.tb_frame.f_back is None else None
+
+
+def _end_with(loop: threading.Thread, show_by: Callable[..., Any]) -> None:
     """Makes the process end when this thread fails. Python alone would go on, and end with code 0.
 
     Other threads fail as they do without jdp. An engine that catches what its thread raises (Ray) reports it itself.
@@ -99,7 +118,7 @@ def _end_with(loop: threading.Thread, hook: Callable[..., None]) -> None:
         if failed.thread is not loop or error is None or os.getpid() != own:
             before(failed)
         elif not isinstance(error, SystemExit):
-            hook(failed.exc_type, error, failed.exc_traceback)
+            _fail(error, lambda: show(show_by, failed.exc_type, error, failed.exc_traceback))
         elif error.code:
             if not isinstance(error.code, int):
                 say(str(error.code))
@@ -120,9 +139,32 @@ def before_leaving(wait: Callable[[], None]) -> None:
 
 
 class _Exit:
-    """The last call of `sys.exit`: its code, the number of calls over the processes before it, and its process."""
+    """The last call of `sys.exit`: its code, the calls over the processes before it, its process and its exception."""
 
-    code, calls, process = 0, -1, 0
+    code, calls, process, exception = 0, -1, 0, 0
+
+
+class _Noted(SystemExit):
+    """What `sys.exit` raises in the main thread. If code of Python lets go of it, it was caught."""
+
+    __module__ = "builtins"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _Exit.exception = id(self)
+
+    def __del__(self) -> None:
+        # At the end of the program Python lets go of it outside of any frame, or not before the functions of atexit.
+        with contextlib.suppress(Exception):
+            sys._getframe(1)
+            if _Exit.exception == id(self):
+                _Exit.code = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SystemExit, self.args
+
+
+_Noted.__name__ = _Noted.__qualname__ = SystemExit.__name__
 
 
 def _note_exits() -> None:
@@ -138,6 +180,10 @@ def _note_exits() -> None:
             if threading.current_thread() is threading.main_thread():
                 _Exit.code = status if isinstance(status, int) else int(status is not None)
                 _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
+                try:
+                    exit_(status)
+                except SystemExit as error:
+                    raise _Noted(*error.args) from None  # in no variable: the traceback would hold it
             exit_(status)
 
         return call
@@ -154,6 +200,8 @@ def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> No
             flush()
             os._exit(_Exit.code)  # JAX needs its threads to end, and a child of os.fork has none of them
         return
+    if (error := _uncaught()) is not None:
+        _fail(error)
     if _Exit.code and _Exit.calls == Exchange.calls:  # otherwise it was caught, and the program went on
         tell(f"SystemExit: {_Exit.code}")
         end(_Exit.code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import numbers
 import os
 import re
 import socket
@@ -94,7 +95,7 @@ def initialize(
     Raises:
         RuntimeError: JAX has started already; or process 0 finds the port taken.
         ValueError: there are several processes, and not all of the three first arguments are known; or JAX's own
-            `initialize` has been told others.
+            `initialize` has been told others; or a time is no number of seconds.
 
     Example:
         >>> import jdp
@@ -106,6 +107,7 @@ def initialize(
     Source: `initialize` in jax/_src/distributed.py; the time-outs' measure is torchrun's promise that any failure
     ends all workers.
     """
+    _check_times(timeout, start_timeout, heartbeat_timeout, shutdown_timeout)
     use_compilation_cache(compilation_cache)
     job = None
     if jax.distributed.is_initialized():
@@ -123,7 +125,7 @@ def initialize(
             limits.shutdown = shutdown_timeout if job is not None else max(limits.shutdown, shutdown_timeout)
         limits.are_set = True
     if job is not None:
-        _start(job, int(start_timeout), heartbeat_timeout, shutdown_timeout)
+        _start(job, int(start_timeout), int(heartbeat_timeout), int(shutdown_timeout))
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
         gloo_goes_by(interface)
     install()
@@ -134,10 +136,27 @@ def initialize(
         say(_found(job["coordinator_address"]))
 
 
+def _check_times(timeout: Any, start: Any, heartbeat: Any, shutdown: Any) -> None:
+    """Raises a `ValueError` for what is no number of seconds; JAX counts in whole ones."""
+    for name, seconds, least in (
+        ("timeout", math.inf if timeout is None else timeout, 0.1),
+        ("start_timeout", start, 1),
+        ("heartbeat_timeout", heartbeat, 1),
+        ("shutdown_timeout", shutdown, 0),
+    ):
+        most = math.inf if name == "timeout" else 10**8
+        if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not least <= float(seconds) <= most:
+            raise ValueError(
+                f"jdp.distributed.initialize: {name} is {seconds!r}; it is a number of seconds, {least} or more"
+                f"{'' if name == 'timeout' else f', and at most {most:,}'}. Pass one"
+                f"{', or None to wait forever' if name == 'timeout' else ''}."
+            )
+
+
 def _start(job: dict[str, Any], start_timeout: int, heartbeat_timeout: int, shutdown_timeout: int) -> None:
     if job["process_id"] == 0:
         bind = job.get("coordinator_bind_address") or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-        _refuse_taken_port(bind or job["coordinator_address"])
+        _refuse_taken_port(_port("coordinator_bind_address", bind or job["coordinator_address"]))
     with absent_are_named(start_timeout):
         jax.distributed.initialize(
             **job,
@@ -178,12 +197,19 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
         return None
     if count == 1 or None in (address, count, here):
         raise ValueError(incomplete(address, count, here))
-    if not re.fullmatch(r"(\[[^]]+\]|[^:]+):\d+", str(address)):
+    _port("coordinator_address", address)
+    return {"coordinator_address": address, "num_processes": count, "process_id": here} | more | options
+
+
+def _port(name: str, address: Any) -> int:
+    """Returns the port of `"host:port"`; raises a `ValueError` if it is none."""
+    found = re.fullmatch(r"(?:\[[^]]+\]|[^:]+):(\d+)", str(address))
+    if found is None or not 0 < int(found[1]) < 2**16:
         raise ValueError(
-            f"jdp.distributed.initialize: coordinator_address is {address!r}; it is a host and a port. Pass it as "
+            f"jdp.distributed.initialize: {name} is {address!r}; it is a host and a port from 1 to 65535. Pass it as "
             f"10.0.0.1:29500, or as [fd00::5]:29500."
         )
-    return {"coordinator_address": address, "num_processes": count, "process_id": here} | more | options
+    return int(found[1])
 
 
 def _refuse_other_job(count: int | None, here: int | None) -> None:
@@ -201,9 +227,8 @@ _DEFAULTS = (20, 60)  # of `timeout` and `start_timeout`
 _LATER = 3  # seconds between the coordination service giving up and the processes that wait for its answer
 
 
-def _refuse_taken_port(bind: str) -> None:
+def _refuse_taken_port(port: int) -> None:
     """Raises a `RuntimeError` if the port is in use. JAX only says "Failed to start RPC server", or crashes."""
-    port = int(bind.rsplit(":", 1)[1])
     for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         try:
             with socket.socket(family) as probe:

@@ -99,8 +99,17 @@ def end(code: int) -> None:
         flush()
         if own_process() == 0:  # the others read of a failure through this process, and abort if it ends first
             time.sleep(_GRACE + 2 * _pause())
+        _end_daemons()
     finally:
         os._exit(code)
+
+
+def _end_daemons() -> None:
+    """Terminates the daemons of `multiprocessing` (workers of a loader), as Python does at its own end."""
+    with contextlib.suppress(Exception):
+        for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
+            if child.daemon:
+                child.terminate()
 
 
 def look_at_the_time(leaving: threading.Event) -> None:

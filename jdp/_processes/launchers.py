@@ -45,8 +45,9 @@ def _of_torchrun(launcher: Launcher) -> str | None:
     return None if port is None else _at(os.environ["MASTER_ADDR"], port + 1)
 
 
-def _of_skypilot(launcher: Launcher) -> str:
-    return _at(os.environ["SKYPILOT_NODE_IPS"].split()[0], number("JAX_COORDINATOR_PORT") or 8476)
+def _of_skypilot(launcher: Launcher) -> str | None:
+    hosts = os.environ["SKYPILOT_NODE_IPS"].split()
+    return _at(hosts[0], number("JAX_COORDINATOR_PORT") or 8476) if hosts else None
 
 
 def _on_one_machine(launcher: Launcher) -> str | None:
@@ -76,7 +77,7 @@ SLURM = Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")  # JAX
 # Not SLURM_NTASKS, which an allocation sets, too, and one process may run there.
 SIZES = tuple(launcher.size for launcher in (*LAUNCHERS, SLURM))
 # They say that a launcher has numbered the processes (PMIx, an indexed Job of Kubernetes), and not how many there are.
-NUMBERED = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
+NUMBERED = ("PMIX_RANK", "JOB_COMPLETION_INDEX", "JAX_PROCESS_ID")
 # What else finds the rest.
 _BY_MPI = 'with mpi4py installed, pass cluster_detection_method="mpi4py"'
 _HELPS = {launcher.size: _BY_MPI for launcher in LAUNCHERS if launcher.address is _on_one_machine} | {

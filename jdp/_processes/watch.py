@@ -146,12 +146,10 @@ class Watch:
         finally:
             self._saves_since = before
 
-    def compile_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Listens to `jax.monitoring`: between these two events JAX compiles, also programs of the user."""
-        if event.endswith("/jaxpr_to_mlir_module_duration"):
-            self.compiling(True)
-        elif event.endswith("/backend_compile_duration"):
-            self.compiling(False)
+    def compile_event(self, event: str, begins: bool) -> None:
+        """Listens to `jax.monitoring`, which says when JAX begins and ends to compile, also programs of the user."""
+        if event.endswith("/backend_compile_duration"):
+            self.compiling(begins)
 
     @contextlib.contextmanager
     def waiting(self, what: str, seconds: float) -> Iterator[None]:

@@ -40,8 +40,9 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
     processes have run out of batches; one that has run out gets batches with no rows. The processes tell each other
     about a batch `size` batches ahead, so that no step waits for it.
 
-    For data that can be indexed there is `dp.batches`: each process reads its own rows, each row comes once, and a run
-    can go on after a restart.
+    The loader is up to `size` batches ahead of the loop. To go on after a restart, save the number of batches that
+    the loop has taken, and not the loader's own position. For data that can be indexed there is `dp.batches`, which
+    counts them: each process reads its own rows, each row comes once, and a run can go on after a restart.
 
     Args:
         batches: a list of batches, or a loader: any iterable of pytrees of arrays (jax or numpy arrays, torch

@@ -234,6 +234,16 @@ def test_an_old_intact_one_is_found_behind_many_that_are_damaged(tmp_path, monke
 # One writer.
 
 
+def test_a_save_after_close_takes_the_lock_again(tmp_path):
+    checkpointer = jdp.Checkpointer(tmp_path)
+    for step in (1, 2):
+        assert checkpointer.save(step, at(step), data=step)
+        assert (tmp_path / ".jdp-lock").exists()
+        checkpointer.close()
+        assert not (tmp_path / ".jdp-lock").exists()
+        assert restored(tmp_path) == step
+
+
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path, refused):
     first, second = jdp.Checkpointer(tmp_path), jdp.Checkpointer(tmp_path)
     assert first.restore(STATE)[1] is None and second.restore(STATE)[1] is None  # both may look
@@ -655,6 +665,54 @@ def test_nothing_but_files_of_the_directory_is_read(tmp_path, case):
         checkpointer.save(3, at(3), data=3)
     assert [(p, p.stat().st_mtime_ns, p.stat().st_atime_ns, p.stat().st_size) for p, *_ in before] == before
     assert restored(run) == 3
+
+
+def test_a_large_file_that_is_not_read_is_no_damage(tmp_path):
+    """Orbax's file of the shardings: 1,024 devices and 2,300 leaves make 34 MiB of it."""
+    saved(tmp_path, 1)
+    with open(tmp_path / "1" / "state" / "_sharding", "w") as file:
+        file.truncate(100 << 20)
+    assert restored(tmp_path) == 1
+
+
+def test_no_room_is_no_damage(tmp_path, monkeypatch, refused):
+    """Neither on a device nor on the host, when it is restored and when the writer looks whether it is intact."""
+    saved(tmp_path, 1, 2)
+    read_arrays, full = jdp._checkpoint.read._pieces, MemoryError("of the host")
+
+    def no_room(*args):
+        raise full
+
+    monkeypatch.setattr(jdp._checkpoint.read, "_pieces", no_room)
+    for error in (full, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
+        full = error
+        with jdp.Checkpointer(tmp_path) as reader, refused(MemoryError, "Checkpointer", match="NumPy arrays"):
+            reader.restore(STATE)
+        with pytest.raises(type(error)):
+            jdp._checkpoint.read.intact(tmp_path / "2")
+    monkeypatch.setattr(jdp._checkpoint.read, "_pieces", read_arrays)
+    assert restored(tmp_path) == 2 and sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("stale", [OSError(errno.ESTALE, "Stale file handle"), ValueError("[os_error_code='5']")])
+def test_an_error_that_passes_is_no_damage(tmp_path, monkeypatch, stale):
+    """As of NFS; in the words of Python, and of tensorstore."""
+    saved(tmp_path, 1, 2)
+    read_manifest, errors = jdp._checkpoint.read._read_manifest, [stale]
+
+    def once(path):
+        with jdp._checkpoint.read._named("metadata"):
+            if errors:
+                raise errors.pop()
+        return read_manifest(path)
+
+    monkeypatch.setattr(jdp._checkpoint.read, "_PAUSE", 0.0)
+    monkeypatch.setattr(jdp._checkpoint.read, "_read_manifest", once)
+    assert restored(tmp_path) == 2
+    errors.append(stale)
+    assert jdp._checkpoint.read.intact(tmp_path / "2") == ""
+    errors.extend([stale, stale])
+    assert jdp._checkpoint.read.intact(tmp_path / "2").startswith("metadata: ")
 
 
 def test_a_writer_that_did_not_restore_deletes_links_and_not_what_they_lead_to(tmp_path):

@@ -203,7 +203,7 @@ def test_the_block_of_a_job_that_ends_with_an_error(tmp_path, monkeypatch, slow,
 def test_data_is_that_of_the_call():
     """A loop goes on and changes its lists; in a job they are written later."""
     data = {"losses": [1.5], "at": {"row": 3}}
-    _, kept, _ = checkpointer.agree(lambda: None, {"w": np.ones(3)}, data)
+    _, kept, _ = checkpointer.agree(lambda: None, 1, {"w": np.ones(3)}, data)
     data["losses"].append(2.5)
     data["at"]["row"] = 4
     assert kept == {"losses": [1.5], "at": {"row": 3}}

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -102,6 +103,34 @@ def test_a_state_comes_back_on_any_number_of_devices(tmp_path, spread, n, m):
         assert type(g) is type(s)
         if isinstance(g, jax.Array):
             assert g.sharding == s.sharding and g.committed == s.committed
+
+
+STRANGE = {
+    "uint4": jnp.ones(3, "uint4"),
+    "object": 2**70,  # an int of more than 64 bits
+    ">f4": np.ones(3, ">f4"),
+    str(np.dtype(np.longdouble)): np.ones(3, np.longdouble),
+    "[('a', '<f4')]": np.zeros(2, [("a", "f4")]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "x"), STRANGE.items(), ids=["uint4", "int", "big-endian", "long", "structured"])
+def test_a_dtype_that_no_file_holds_is_refused_by_its_leaf(tmp_path, refused, dtype, x):
+    match = rf"\['w'\] is of dtype {re.escape(dtype)}; "
+    with jdp.Checkpointer(tmp_path) as checkpointer, refused(TypeError, "Checkpointer", match=match):
+        checkpointer.save(1, {"n": 1, "w": x})
+    assert not os.listdir(tmp_path)
+
+
+def test_a_save_that_has_failed_is_heard_of_in_the_next_step(tmp_path, monkeypatch):
+    """And not only when the next one is due."""
+    with jdp.Checkpointer(tmp_path, every=5) as checkpointer:
+        checkpointer.save(5, {"w": np.ones(2)})
+        checkpointer._writer._thread.join()
+        monkeypatch.setattr(checkpointer._writer, "_failure", OSError("the disk is full"))
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            checkpointer.save(6, {"w": np.ones(2)})
+        assert not checkpointer.save(7, {"w": np.ones(2)})
 
 
 def test_an_empty_directory_gives_the_state_itself(tmp_path):

@@ -206,6 +206,17 @@ def case_one_save_more():
             checkpointer.save(1, variables())
 
 
+def case_asleep_before_its_save():
+    def sleep():
+        note("fault")
+        sleep_for_ever()
+
+    with jdp.Checkpointer(folder() / "run") as checkpointer:
+        checkpointer.save(1, variables())
+        train(AT, after=at_the_step(sleep))
+        checkpointer.save(2, variables())
+
+
 def case_os_exit():
     def leave():
         note("fault")
@@ -286,11 +297,11 @@ def case_compiles():
     def compile():
         seconds, began = [15.0], time.monotonic()
 
-        def listen(event, duration, **_):
-            if seconds and event.endswith("/jaxpr_to_mlir_module_duration"):
+        def listen(event, began, **_):
+            if seconds and event.endswith("/backend_compile_duration"):
                 time.sleep(seconds.pop())
 
-        jax.monitoring.register_event_duration_secs_listener(listen)  # called after jdp's own
+        jax.monitoring.register_scalar_listener(listen)  # called after jdp's own, when the compilation begins
         now = time.time() % 1  # no cache has this program
         jax.jit(lambda x: x * now)(1.0)
         note("compiled", seconds=time.monotonic() - began)
@@ -674,7 +685,8 @@ def before_it_starts():
 def main():
     note("begin", pid=os.getpid())
     before_it_starts()
-    options = {"absent": {"start_timeout": 10}, "port_taken": {"start_timeout": 10}, "compiles": {"timeout": 10}}
+    short = {"start_timeout": 10}
+    options = {"absent": short, "port_taken": short, "asleep_before_its_save": short, "compiles": {"timeout": 10}}
     jdp.distributed.initialize(**options.get(sys.argv[2], {}))
     globals()[f"case_{sys.argv[2]}"]()
 

@@ -557,8 +557,13 @@ def case_checkpoint_data():
         checkpointer.save(1, state, data={"position": 100 * P, "losses": [0.5] * 2000})
         found, data = checkpointer.restore(state)
         differs = text_of(lambda: checkpointer.save(2, {**state, "n": P}))
+        lacks = text_of(lambda: checkpointer.save(2, {"w": state["w"]} | ({"n": 5} if P else {})))
         one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
-    return {"w": found["w"], "data": data, "differs": differs, "one": one, "latest": checkpointer.latest_step}
+        steps = text_of(lambda: checkpointer.save(2 + P, state))
+    with jdp.Checkpointer(pathlib.Path(sys.argv[1], f"not shared {P}")) as alone:
+        apart = text_of(lambda: alone.save(1, state))
+    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "apart": apart}
+    return {"w": found["w"], "data": data, "latest": checkpointer.latest_step} | texts
 
 
 def case_two_checkpointers():

@@ -195,7 +195,7 @@ def of_mode(path, mode):
     [
         (lambda path: of_mode(path, 0o755), r"it belongs to user \d+ with mode 755; .* Run chmod 700"),
         (lambda path: of_mode(path, 0o770), "mode 770"),
-        (lambda path: (of_mode(path.with_name("to"), 0o700), path.symlink_to("to")), "Not a directory|Too many levels"),
+        (lambda path: (of_mode(path.with_name("to"), 0o700), path.symlink_to("to")), "a link, .* Pass .*/to"),
         (lambda path: path.write_text(""), "Not a directory"),
     ],
 )

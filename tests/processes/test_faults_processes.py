@@ -337,9 +337,10 @@ OF_TWO = pytest.mark.parametrize("options", [ONE, TWO], ids=["one_device", "two_
     ("case", "limit", "words"),
     [
         ("asleep", STUCK, r"process 1 did not come to (it|this call)"),
+        ("asleep_before_its_save", 90, r"jdp.Checkpointer: process 0 has waited .* process 1 did not come to it"),
         ("asleep_in_a_callback", 40, r"process 1 has been for \d+ s in a Python function that the program calls"),
     ],
-    ids=["asleep", "callback"],
+    ids=["asleep", "save", "callback"],
 )
 def test_asleep_beside_one_other(start, row, case, limit, words, options):
     job = start(case, 1, options=options)

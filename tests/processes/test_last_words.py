@@ -5,10 +5,12 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from jdp._processes import hooks, last_words
+from jdp._processes.places import DEAD, state_of
 
 ROOT = str(pathlib.Path(__file__).parents[2])
 
@@ -180,6 +182,12 @@ hooks.install()
 """
 
 
+TELLS = """
+end = hooks.end
+hooks.end = lambda code: (print(values), end(code))
+"""
+
+
 def in_a_job(code, *args):
     """Runs it as process 1 of 2, whose coordination service is a dict; what is left of a process of that name."""
     environ = {**os.environ, "PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
@@ -260,6 +268,76 @@ finally:
     assert done.returncode == 75
     *_, error, last = done.stderr.splitlines()
     assert error == "ValueError: the own error" and last.startswith("jdp: process 0 has failed")
+
+
+EXITS = {
+    "the last line": ("sys.exit(4)", 4),
+    "in a function": ("def f():\n    try: sys.exit(4)\n    finally: pass\nf()", 4),
+    "a text": ("sys.exit('why')", 1),
+    "by another": ("try: sys.exit(3)\nexcept SystemExit: sys.exit(4)", 4),
+    "raised again": ("try: sys.exit(4)\nexcept SystemExit as e:\n    kept = e\n    raise", 4),
+    "of 0": ("sys.exit(0)", 0),
+    "caught": ("try: sys.exit(4)\nexcept SystemExit: pass", 0),
+    "caught in a function": ("def f():\n    try: sys.exit(4)\n    except SystemExit as e: return e.code\nf()", 0),
+    "of argparse": ("import argparse\ntry: argparse.ArgumentParser().parse_args(['x'])\nexcept SystemExit: pass", 0),
+}
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(("code", "expected"), EXITS.values(), ids=EXITS)
+def test_an_exit_that_is_caught_is_none(code, expected):
+    done = in_a_job(f"{TELLS}\nhooks.limits.shutdown = 0\n{code}")
+    assert done.returncode == expected, done.stderr
+    assert ("jdp/failed" in done.stdout) == bool(expected)
+
+
+LIBRARY = """
+def hook(kind, error, trace): print("the library shows", error)
+sys.excepthook = hook
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError('the own error')", "KeyboardInterrupt"])
+def test_an_excepthook_of_a_library_does_not_hide_the_failure(error):
+    """It was set after `initialize`, and does not call jdp's."""
+    done = in_a_job(f"{TELLS}{LIBRARY}raise {error}")
+    assert done.returncode == (130 if "Keyboard" in error else 1), done.stderr
+    assert "the library shows" in done.stdout and "jdp/failed" in done.stdout
+
+
+def test_an_excepthook_that_is_called_by_hand_ends_nothing():
+    """As by a library that reports an error which it has handled; and as by a console."""
+    done = in_a_job(
+        """
+import code
+hooks.limits.shutdown = 0
+try: 1 / 0
+except ZeroDivisionError: sys.excepthook(*sys.exc_info())
+sys.excepthook = sys.__excepthook__
+code.InteractiveInterpreter().runcode("[][0]")
+print("went on")
+"""
+    )
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+    assert "ZeroDivisionError" in done.stderr and "IndexError" in done.stderr
+
+
+def test_the_daemons_of_a_process_that_fails_end_with_it():
+    """As the workers of a loader."""
+    done = in_a_job(
+        """
+import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True)
+child.start()
+print(child.pid, flush=True)
+raise ValueError("why")
+"""
+    )
+    assert done.returncode == 1
+    until = time.monotonic() + 60
+    while state_of(int(done.stdout)) not in DEAD and time.monotonic() < until:
+        time.sleep(0.01)
+    assert state_of(int(done.stdout)) in DEAD
 
 
 class Full:

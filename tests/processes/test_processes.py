@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import math
 import os
 import pathlib
 import pickle
@@ -21,6 +22,7 @@ from flax import nnx
 from laws import close, free_port
 
 import jdp
+from jdp._launch.options import parse
 from jdp._processes import exchange, initialize
 
 HERE = pathlib.Path(__file__).parent
@@ -600,6 +602,10 @@ def test_checkpoint_data(found):
         assert result["data"] == {"position": 100 * process, "losses": [0.5] * 2000}
         assert "ValueError" in result["differs"] and "['n'] is not the same in all processes" in result["differs"]
         assert result["latest"] == 1
+        assert "ValueError" in result["lacks"] and "['n'] is not the same in all processes" in result["lacks"]
+        steps = "ValueError: jdp.Checkpointer: the processes save different steps: process 0 has 2; process 1 has 3; "
+        assert result["steps"].startswith(steps), result["steps"]
+        assert "RuntimeError: jdp.Checkpointer: process 1 does not see what process 0 writes in" in result["apart"]
     assert "RuntimeError" in found[0]["one"] and "process 1: " in found[0]["one"]
     assert "TypeError" in found[1]["one"] and "JSON" in found[1]["one"]
 
@@ -997,6 +1003,9 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
         ({"JDP_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "h:1"}, (), NOT_SET.format(
             "JAX_COORDINATOR_ADDRESS=h:1, JDP_NUM_PROCESSES=4", "process_id", "JDP_PROCESS_ID")),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id"),
+        ({"JAX_PROCESS_ID": "0"}, (), "by JAX_PROCESS_ID=0, and coordinator_address, num_processes, process_id cannot"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, JAX_PROCESS"),
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": " "}, (), "SKYPILOT_NODE_IPS= , and coordinator_address cannot"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "by OMPI_COMM_WORLD_SIZE=2, and coordinator_address, num_processes, proc"),
         # two machines, of which neither Open MPI 5 nor MPICH says which is the first
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (), NOT_SET.format(
@@ -1145,10 +1154,34 @@ def test_initialize_is_nothing_for_one_process(nothing_said):
     assert jax.process_count() == 1
 
 
-@pytest.mark.parametrize("address", ["host", "host:", "fd00::5", "host:port", ":29500"])
+@pytest.mark.parametrize("address", ["host", "host:", "fd00::5", "host:port", ":29500", "host:0", "host:65536"])
 def test_where_to_meet_is_a_host_and_a_port(nothing_said, address):
     with pytest.raises(ValueError, match=r"jdp\.distributed\.initialize: coordinator_address is '.*'; it is a host"):
         jdp.distributed.initialize(address, 2, 0)
+
+
+def test_where_process_0_listens_is_a_host_and_a_port(nothing_said, refused):
+    nothing_said.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0")
+    with refused(ValueError, "distributed.initialize", "coordinator_bind_address is '0.0.0.0'; it is a host"):
+        jdp.distributed.initialize("127.0.0.1:1", 2, 0)
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, "20", True, None, 10**9, math.inf])
+@pytest.mark.parametrize("name", ["timeout", "start_timeout", "heartbeat_timeout", "shutdown_timeout"])
+def test_a_time_is_a_number_of_seconds(nothing_said, refused, name, seconds):
+    """Also in a job of one, so that a script says so where it is written."""
+    if name == "timeout" and seconds in (None, 10**9, math.inf):
+        return jdp.distributed.initialize(num_processes=1, timeout=seconds)
+    with refused(ValueError, "distributed.initialize", f"{name} is .*{seconds}.*; it is a number of seconds"):
+        jdp.distributed.initialize(num_processes=1, **{name: seconds})
+
+
+@pytest.mark.parametrize("option", ["--grace", "--preemption-grace"])
+def test_a_grace_is_a_number_of_seconds_that_python_can_wait(capsys, option):
+    with pytest.raises(SystemExit):
+        parse(["-n", "2", option, "1e10", __file__])
+    assert f"{option} is 10000000000.0; it is a number of seconds. Pass 0 to 1e8." in capsys.readouterr().err
+    assert parse(["-n", "2", option, "1e8", __file__]).processes == 2
 
 
 def test_initialize_after_jax_has_started_is_an_error():

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
+from jax import monitoring
 
 from jdp._processes import watch as module
 from jdp._processes.places import Limits
@@ -213,10 +215,40 @@ def test_who_comes_late_but_moves_is_waited_for(job):
 def test_who_compiles_is_not_late(job):
     job.come((0, 1))
     job.here = 2
-    job.watches[2].compile_event("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="f")
+    job.watches[2].compile_event("/jax/core/compile/backend_compile_duration", True)
     assert not job.go_on(300)
-    job.watches[2].compile_event("/jax/core/compile/backend_compile_duration", 300.0)
+    job.watches[2].compile_event("/jax/core/compile/backend_compile_duration", False)
     assert not job.go_on(19) and job.go_on(5).keys() == {0, 1}
+
+
+def test_what_is_lowered_is_not_compiled():
+    """As for `cost_analysis`. By JAX's own events, and also if the compiler fails."""
+    watch, seen = Watch(), []
+
+    def compiles(event, *_, **__):
+        if event.endswith("/backend_compile_duration"):
+            seen.append(watch._compiles(module.time.monotonic()))
+
+    def begins(event, value, **_):
+        watch.compile_event(event, True)
+
+    def ends(event, duration_secs, **_):
+        watch.compile_event(event, False)
+
+    monitoring.register_scalar_listener(begins)
+    monitoring.register_scalar_listener(compiles)
+    monitoring.register_event_duration_secs_listener(ends)
+    try:
+        lowered = jax.jit(lambda x: x + 1).lower(1.0)
+        assert not watch._compiles(module.time.monotonic())
+        lowered.compile()
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            lowered.compile({"no_such_option": True})
+    finally:
+        monitoring.unregister_scalar_listener(begins)
+        monitoring.unregister_scalar_listener(compiles)
+        monitoring.unregister_event_duration_listener(ends)
+    assert seen == [True, True] and not watch._compiles(module.time.monotonic())
 
 
 def test_who_has_just_compiled_is_busy(job):
