@@ -88,7 +88,9 @@ def flatten_batch(
     refuse_deep(inputs, verb, root)
     try:
         return jax.tree.flatten(inputs, is_leaf=stop)
-    except ValueError as error:  # JAX's own: the keys of a dict cannot be compared
+    except ValueError as error:
+        if "Comparator" not in str(error):  # JAX's own: the keys of a dict cannot be compared
+            raise
         raise ValueError(
             f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "
             f"({error}); JAX sorts them. Pass keys of one type."

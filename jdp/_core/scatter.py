@@ -274,7 +274,7 @@ def _look(
         else:
             called = functools.partial(name, i)
             found, x = classify(x, how.verb, called)
-            if found:
+            if found and how.verb == "scatter":  # of a batch the program may read other columns
                 refuse_wrapped(x, how.verb, called)
             if not found:
                 spec = Static(x)

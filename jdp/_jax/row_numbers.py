@@ -247,7 +247,7 @@ def in_product(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) -> tupl
 
 
 def _has_number(value: RowValue) -> bool:
-    """Returns True for rows that were combined with one number of all rows; each feature may have its own number."""
+    """Returns True for rows that were combined with one number of all rows; numbers for each feature do not count."""
     met, centred = value.if_linear, value.if_multiplied
     return centred is not None and centred.lasts or met is not None and (met.lasts or met.kind == "number")
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import CONST, ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant
+from .row_values import CONST, ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant, uniform
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # keep zeros off the diagonal, and its entries
@@ -128,26 +128,33 @@ def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
     along = rows.axes(v)
     if not along or isinstance(x, jax.Array):
         return CONST if jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.inexact) else constant(x, rows.prime)
-    if x.size and (x == x.ravel()[0]).all():
-        return constant(x.ravel()[0], rows.prime)
-    if len(along) == 2:  # a mask of pairs of rows, as np.eye(b) and np.triu(np.ones((b, b))) are
+    if (number := uniform(x)) is not None:
+        other = uniform(rows.there[id(x)]) if id(x) in rows.there else None
+        return constant(number, rows.prime) if other is None else rows.number(number, other)
+    is_real, by_row = x.dtype.kind != "c", [x.shape[i] == rows.size for i in along]
+    if len(along) == 2 and is_real and all(by_row):  # a mask of pairs: np.eye(b), np.triu(np.ones((b, b)))
         is_diagonal = x.ndim == 2 and all(i == j for i, j in zip(*x.nonzero(), strict=True))
         return RowValue(Kind.CONST, 0 if is_diagonal else None, entries="diagonal" if is_diagonal else None)
+    if len(along) > 1 or not all(by_row) and not _is_alike(x, along[0], rows.size):
+        return UNKNOWN if jnp.issubdtype(x.dtype, jnp.inexact) else CONST  # numbers of tokens or nodes, for example
     if _is_alike(x, along[0], rows.size):
         return CONST
-    order = x.ravel().tolist() if x.size == rows.size else []
+    order = x.ravel().tolist() if is_real and x.size == rows.size else []
     if sorted(order) != [*range(rows.size)]:
         return RowValue(Kind.CONST, None, fault=Fault("count", (), True))
     return RowValue(Kind.CONST, None, place=place_in_turn(order))
 
 
 def _is_alike(x: Any, axis: int, rows: int) -> bool:
-    """Returns True for a constant with the same numbers for each row, of which an axis may have several entries."""
+    """Returns True if a constant is the same for each row.
+
+    The axis may have several entries for each row, side by side or one array after the other.
+    """
     each, rest = divmod(x.shape[axis], rows)
     if rest:
         return False
-    neighbours = x.swapaxes(axis, 0).reshape(rows, each, -1)
-    apart = x.swapaxes(axis, 0).reshape(each, rows, -1)  # those of two arrays, one after the other
+    x = x.swapaxes(axis, 0)
+    neighbours, apart = x.reshape(rows, each, -1), x.reshape(each, rows, -1)
     return bool((neighbours == neighbours[:1]).all() or (apart == apart[:, :1]).all())
 
 

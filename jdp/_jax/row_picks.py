@@ -73,14 +73,20 @@ def of_picked(
     is_one_row = not rows and STACKED not in together
     if len(together) > 1 and is_one_row and (is_product or not linear and name in primitives.NONLINEAR):
         return RowValue(Kind.SUMMED, None, fault=Fault("pairs", at, True))
-    is_sum = name in primitives.ADDS and are_all(together, count) and not any(are_all(one, count) for one in picked)
-    degree = None if degree is None else degree + is_sum
+    if len(picked) > 1 and degree is not None:
+        is_plain = name in primitives.ADDS and is_alone and degree == 0
+        are_whole = all(are_all(one, count) for one in picked)
+        is_sum = is_plain and are_all(together, count) and not any(are_all(one, count) for one in picked)
+        is_known = is_plain or name in ("concatenate", "stack") or name in primitives.ADDS and are_whole
+        degree = degree + is_sum if is_known else None
+    if STACKED in together and not rows and count.axes(eqn.invars[0]) == [] and name in primitives.MAY_SUM:
+        degree = None  # of some picked rows
     return UNKNOWN._replace(picked=together, degree=degree, at=at if degree else ())
 
 
 def are_all(picked: Picked | None, count: RowCount) -> bool:
     """Returns True if all rows were picked."""
-    return bool(picked) and {*range(count.size)} <= {*picked}
+    return bool(picked) and len(picked or ()) >= count.size and {*range(count.size)} <= {*picked}
 
 
 def _together(eqn: Any, values: Sequence[RowValue], rows: Sequence[int], rows_before: Sequence[int]) -> Picked:

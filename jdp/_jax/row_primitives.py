@@ -99,7 +99,7 @@ ELEMENTWISE = _names_in(
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
     "random_seed random_split random_unwrap random_wrap"
 )
-# The result depends on how large the operands are, not only on their order; without those that round.
+# The result changes if a number is added to an operand, or divides it. Those that round are left out.
 DEPENDS_ON_SIZE = (
     (ELEMENTWISE - BOUNDED - ROUNDS) | COMPARES | KEEP_DEGREE | _names_in("sign reduce_prod cumprod cumlogsumexp")
 )

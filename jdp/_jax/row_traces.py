@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from .jaxprs import equations, opened, reached
 from .row_backward import backward_of, is_linear
-from .row_picks import are_all
+from .row_picks import NUMBER, are_all
 from .row_terms import Reader
 from .row_values import PAIRS, UNKNOWN, Fault, Kind, RowCount, RowValue
 
@@ -122,11 +122,16 @@ class Traced:
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
         is_unknown = any(v.kind == Kind.UNKNOWN and not self._is_of_each_row(v) for v in values)
         is_shared = any(v.kind == Kind.SHARED and not (v.share and v.of_share) for v in values)
+
+        # A total and a count that are both sums over the replicas have the quotient of all rows.
+        is_added = kind == "sum" or kind == "count" and not all(v.added for v in values)
         for i, value in enumerate(values):
             fault = value.fault or value.share and value.of_share
             is_accepted = is_shared or fault is None and is_unknown
             if kind in ("rows", "vector"):
                 fault = value.fault if kind == "vector" and value.kind == Kind.SUMMED else value.if_added_up
+                if fault is not None and fault.kind == "sum" and value.degree is None:
+                    fault = fault._replace(kind="count")  # of positions, as jnp.linspace divides them by b - 1
                 centred = value.if_multiplied if kind == "rows" else None
                 if fault is None and centred is not None and centred.lasts:  # by one number: right in a mean alone
                     fault = centred
@@ -139,8 +144,7 @@ class Traced:
             elif fault is None and value.degree != (kind != "mean"):
                 is_place = bool(value.at) and value.at[0].primitive.name == "iota"
                 fault = Fault("count" if is_place else "sum", value.at)
-            is_term = kind in ("sum", "count")
-            if value.added is not None and (is_term or kind == "mean" and value.kind == Kind.SHARED):
+            if value.added is not None and (is_added or kind == "mean" and value.kind == Kind.SHARED):
                 found.append(value.added)
             elif fault is None or is_accepted or value.number == 0 or (is_meant and not i):
                 found.append(None)
@@ -150,7 +154,12 @@ class Traced:
 
     def _is_of_each_row(self, value: RowValue) -> bool:
         """Returns True for what a loop of Python has made of each row, if its degree is known."""
-        return bool(self.rows.prime) and value.degree is not None and are_all(value.picked, self.rows)
+        return (
+            bool(self.rows.prime)
+            and value.degree is not None
+            and are_all(value.picked, self.rows)
+            and NUMBER not in (value.picked or ())
+        )
 
     def _are_written(self, at: Sequence[int]) -> bool:
         """Returns True if these outputs are constants, such as a 1 that each replica adds to count the replicas."""

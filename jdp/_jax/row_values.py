@@ -139,7 +139,7 @@ def constant(x: Any, prime: int) -> RowValue:
         if not made:
             return CONST
         # The function made it by the number of rows: one number in all entries, or weights of the rows.
-        return constant(x.ravel()[0], prime) if x.size and (x == x.ravel()[0]).all() else UNKNOWN
+        return UNKNOWN if (number := uniform(x)) is None else constant(number, prime)
     try:
         number = abs(float(x))
     except (TypeError, ValueError):
@@ -155,6 +155,14 @@ def constant(x: Any, prime: int) -> RowValue:
         elif inverse > 1 and abs(inverse - round(inverse)) <= near:
             power = -prime_power(round(inverse), prime)
     return RowValue(Kind.CONST, power, number)
+
+
+def uniform(x: Any) -> Any:
+    """Returns the number that all entries of an array are; None if they differ."""
+    if not x.size:
+        return None
+    number = x.flat[0]
+    return number if ((x == number) | (x != x) if number != number else x == number).all() else None
 
 
 def repeated(value: RowValue) -> RowValue:
@@ -213,6 +221,7 @@ _NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
 
 
 def _pairs_of(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    yield from zip(getattr(one, "consts", ()), getattr(other, "consts", ()), strict=True)
     one, other = opened(one), opened(other)
     for name in ("invars", "constvars", "outvars"):
         yield from zip(getattr(one, name, ()), getattr(other, name, ()), strict=True)
@@ -242,7 +251,7 @@ class RowCount:
     prime: int = 0  # 0: a symbol
     times: int = PAIRS
     other: int = dataclasses.field(default=0, compare=False)  # the prime of the other trace; 0: there is none
-    # The variable, literal or equation of the other jaxpr in the place of each of this one, by its id.
+    # The variable, literal, constant or equation of the other jaxpr in the place of each of this one, by its id.
     there: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def beside(self, one: Any, other: Any, prime: int) -> RowCount:
@@ -286,7 +295,7 @@ class RowCount:
     def literal(self, v: Any) -> RowValue:
         """Returns what is known of a constant that is written in a jaxpr."""
         there = self.there.get(id(v))
-        return constant(v.val, self.prime) if there is None else self._constant(v.val, there.val)
+        return constant(v.val, self.prime) if there is None else self.number(v.val, there.val)
 
     def counts_rounds(self, eqn: Any) -> bool:
         """Returns True if a scan has as many rounds as there are rows; a length may be so by chance in one trace."""
@@ -379,8 +388,8 @@ class RowCount:
         over = parameter(eqn, "axes") if name == "reduce_sum" else parameter(eqn, "dimension_numbers")[0][0]
         return not {*over}.isdisjoint(self.parts(eqn.invars[0]))
 
-    def _constant(self, x: Any, y: Any) -> RowValue:
-        """Returns what is known of a constant that is x in this trace, and y in the other."""
+    def number(self, x: Any, y: Any) -> RowValue:
+        """Returns what is known of a number that is x in this trace, and y in the other."""
         try:
             one, two = abs(float(x)), abs(float(y))
         except (TypeError, ValueError):

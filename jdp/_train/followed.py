@@ -213,8 +213,12 @@ class Followed:
         if not self._refuses or self.rows != 1 or self._total < 2 or self._traced is not None or self._numbered:
             return
         consts = jax.make_jaxpr(self._run)(*self._operands).consts
-        pairs = zip(jax.tree.leaves(self._operands), self._cut, strict=True)
-        whole = [x for x, axis in pairs if axis is None]
+        params, batch, _ = self._operands
+        whole = [
+            x
+            for x, axis in zip(jax.tree.leaves(batch), self._cut[len(jax.tree.leaves(params)) :], strict=False)
+            if axis is None
+        ]
         _, problem = _first_accepted((self._total + 1,), self._shapes_for, self.leaves)
         if "broadcast" in problem and any(jnp.shape(x)[:1] == (self._total,) for x in (*consts, *whole)):
             raise TypeError(
@@ -240,7 +244,7 @@ class Followed:
     def refuse_moved(self, index: int, name: str) -> None:
         """Raises a `TypeError` for an output whose rows are in another order, or that is made of positions."""
         for found in self._faults("rows", [index], name):
-            if found is not None and found.kind in ("count", "sum", "order", "row"):
+            if found is not None and found.kind in ("count", "order", "row"):
                 raise TypeError(
                     f"{name} has an entry for each row, and is {_what(found)}; the criterion gets the outputs of all "
                     f"rows, in the order of the batch. Do that in the criterion."

@@ -1179,6 +1179,20 @@ def filled(entries):
     return found
 
 
+def counted_one_by_one(x, y):
+    counts = jnp.zeros(4)
+    for row, label in zip(x, y, strict=True):
+        counts = counts.at[label].add(jnp.tanh(row).sum())
+    return counts
+
+
+def total_of_stacks(e):
+    total = jnp.zeros(())
+    for v in e:
+        total = jnp.stack([total, v]).sum()
+    return total
+
+
 def one_by_one(both, rows):
     return sum(both[i] @ both[rows + i] for i in range(rows))
 
@@ -1219,6 +1233,22 @@ COUNTS = {
     "weights of numpy": (lambda x: (x * np.linspace(0, 1, len(x))[:, None]).mean(), "count"),
     "noise of numpy": (lambda x: (x * np.random.default_rng(0).normal(size=x.shape)).mean(), "count"),
     "as long as a prime": (lambda e: (e[:, None] * np.linspace(0, 1, 46)).mean() * len(e) / len(e), None),
+    "a temperature of 31 by numpy": (lambda e: (e / np.full(len(e), 31.0)).mean(), None),
+    "a temperature of 30 by numpy": (lambda e: (e / np.full(len(e), 30.0)).mean(), None),
+    "lengths of 62 by numpy": (lambda x: (x * (np.arange(5) < np.full(len(x), 62)[:, None])).mean(), None),
+    "nothing by numpy": (lambda x: jnp.nan_to_num(jnp.where(x > 0, x, np.full(x.shape, np.nan))).mean(), None),
+    "a graph for each row": (
+        lambda i: (np.kron(np.eye(len(i)), np.ones((2, 2))) @ i.reshape(len(i) * 2, -1)).mean(),
+        None,
+    ),
+    "nodes of each row by number": (
+        lambda i: jax.ops.segment_sum(i.reshape(len(i) * 2, -1), np.repeat(np.arange(len(i)), 2), len(i)).mean(),
+        None,
+    ),
+    "a confusion, one by one": (lambda x, y: counted_one_by_one(x, y).sum() / len(x), None),
+    "totals, one by one": (lambda e: total_of_stacks(e) / len(e), None),
+    "totals of halves": (lambda e: sum(jnp.stack([*half]).sum() for half in jnp.split(e, 2)) / len(e), None),
+    "complex positions": (lambda e: (e * np.exp(2j * np.pi * np.arange(len(e)) / len(e)).real).mean(), "count"),
     "pairs, a mask of numpy": (lambda x, z: (jnp.exp(x @ z.T) * (1 - np.eye(len(x)))).sum(1).mean(), "pairs"),
     "diagonal, a mask of numpy": (lambda x, z: ((x @ z.T) * np.eye(len(x))).sum() / len(x), None),
     "sums of later rows by numpy": (lambda e: (np.triu(np.ones((len(e), len(e)))) @ e).mean(), "pairs"),

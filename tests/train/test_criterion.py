@@ -1188,7 +1188,7 @@ MOVED = {
     "by their number": (lambda w, x: (x @ w) / len(x), "outputs .* made of the number of rows"),
     "weights by position": (
         lambda w, x: (x @ w) * jnp.linspace(0, 1, len(x))[:, None],
-        "outputs .* not divided by their number",
+        "outputs .* made of the number of rows",
     ),
     "turned, and their number": (lambda w, x: (x @ w)[::-1] + 0 * len(x), "outputs .* in another order"),
     "halves": (lambda w, x: jnp.roll(x @ w, len(x) // 2, 0), "outputs .* in another order"),

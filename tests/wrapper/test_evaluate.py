@@ -290,7 +290,7 @@ ADDED = r"is .* a sum over the replicas already.* \(psum at test_evaluate\.py:\d
 
 
 @pytest.mark.parametrize("door", ["evaluate", "value_and_grad"])
-@pytest.mark.parametrize("form", ["sum", "mean", "term", "bare", "in a sum of terms"])
+@pytest.mark.parametrize("form", ["sum", "mean", "count", "bare", "in a sum of terms"])
 def test_metrics_that_the_function_has_added_up_itself(form, door, refused):
     """A sum over the replicas is the same on all of them: added up once more, it would count once for each."""
 
@@ -299,13 +299,10 @@ def test_metrics_that_the_function_has_added_up_itself(form, door, refused):
         return {
             "sum": lambda: jdp.Sum(total),
             "mean": lambda: jdp.Mean(total, len(x)),
-            "term": lambda: jdp.Mean(total, jdp_count(x)),
+            "count": lambda: jdp.Mean(x.sum(), total_of_replicas((x == x).sum())),
             "bare": lambda: total_of_replicas(x.mean()),
             "in a sum of terms": lambda: jdp.Sum(x.sum()) - 2 * jdp.Sum(total),
         }[form]()
-
-    def jdp_count(x):
-        return total_of_replicas((x == x).sum())
 
     run_door(door, metric, (refused, TypeError, door, ADDED))
     # What is right: the mean of a sum that is the same everywhere, means of means, and the sum of the replicas' means.
@@ -315,6 +312,7 @@ def test_metrics_that_the_function_has_added_up_itself(form, door, refused):
         (lambda x: total_of_replicas(x.sum()) / total_of_replicas(x.size), x.mean()),
         (lambda x: jax.lax.pmean(x.mean(), "data"), x.mean()),
         (lambda x: jdp.Sum(jax.lax.pmean(x.sum(), "data")), x.sum()),
+        (lambda x: jdp.Mean(total_of_replicas(x.sum()), total_of_replicas((x == x).sum())), x.mean()),
     ):
         np.testing.assert_allclose(run_door(door, right), want, rtol=1e-5)
 
