@@ -106,8 +106,8 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 def params_of(replicas: Tree) -> Tree:
     """Returns the parameters of a program: a loss has them in a pair with `Held`, an NNX call in its `Held`."""
     if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph"):
-        return replicas[0]
-    return replicas.variables if hasattr(replicas, "graph") else replicas
+        replicas = replicas[0]
+    return getattr(replicas, "variables", replicas) if hasattr(replicas, "graph") else replicas
 
 
 def names(signature: Signature) -> list[str]:
