@@ -27,7 +27,8 @@ def leaves_of(state: Tree) -> dict[str, Any]:
     """Returns the leaves by their paths, all of them arrays or numbers; for an NNX object, those of its state."""
     flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
     for path, x in flat.items():
-        if not is_array(x) and not isinstance(x, bool | int | float | complex):
+        # Not only what jdp takes for arrays: a structured array of NumPy gets the text about dtypes below.
+        if not is_array(x) and not isinstance(x, bool | int | float | complex | np.ndarray | np.void):
             raise TypeError(
                 f"jdp.{VERB}: {path} is a {type(x).__name__}; a checkpoint holds arrays and numbers. Pass it in data, "
                 f"as JSON, or leave it out."
