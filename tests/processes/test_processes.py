@@ -606,6 +606,8 @@ def test_checkpoint_data(found):
         steps = "ValueError: jdp.Checkpointer: the processes save different steps: process 0 has 2; process 1 has 3; "
         assert result["steps"].startswith(steps), result["steps"]
         assert "RuntimeError: jdp.Checkpointer: process 1 does not see what process 0 writes in" in result["apart"]
+        assert "(No such file or directory)" in result["apart"]
+        assert result["left"] == ([".jdp-lock"] if process else [])
     assert "RuntimeError" in found[0]["one"] and "process 1: " in found[0]["one"]
     assert "TypeError" in found[1]["one"] and "JSON" in found[1]["one"]
 
