@@ -97,7 +97,7 @@ def _writing(directory: Any) -> Iterator[None]:
 
 
 class Sign:
-    """A file that process 0 makes, and for which the others look: if they see it, they see the same directory.
+    """A file that process 0 makes. The others look for it: if they see it, they see the same directory.
 
     Not the lock's file: a job that was killed may have left one in another directory, and some file systems of a
     network show a file only when it has been closed.
