@@ -206,7 +206,8 @@ class Checkpointer:
 
         Raises:
             MemoryError: there is no room for a second copy of the state, next to the one that was passed.
-            RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is.
+            RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is; or an array of `state`
+                has been freed.
             TypeError: `step` is no integer.
             ValueError: the checkpoint is of another model, or there is no checkpoint of `step`.
 
@@ -224,7 +225,7 @@ class Checkpointer:
         """
         step = None if step is None else _number(step)
         self.wait()
-        leaves = leaves_of(state)
+        leaves = _leaves(state)
         found = self._steps.find(leaves, step)
         if found is None:
             return state, None
@@ -326,6 +327,13 @@ def _let_go(preemption: Preemption, quiet: Quiet) -> None:
     preemption.close()
 
 
+def _leaves(state: Tree) -> dict[str, Any]:
+    """Returns the leaves by their paths; raises a `RuntimeError` if one has been freed."""
+    leaves = leaves_of(state)
+    refuse_freed([*leaves.values()], VERB, lambda i: f"state{[*leaves][i].removeprefix('state')}")
+    return leaves
+
+
 def _number(step: int) -> int:
     """Returns the step, which may be any kind of integer, as Python's int."""
     try:
@@ -358,8 +366,7 @@ def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tup
     failed: Exception | None = None
     try:
         data = as_json(data)  # a copy, because the caller may change it before it is written
-        leaves = leaves_of(state)
-        refuse_freed([*leaves.values()], VERB, lambda i: f"state{[*leaves][i].removeprefix('state')}")
+        leaves = _leaves(state)
         prepare()
         if jax.process_count() == 1:
             return leaves, data, False

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -23,11 +24,12 @@ import jax
 from .items import VERB
 
 LOCK = ".jdp-lock"
+_SEEN = ".jdp-seen-"  # how the names of the files begin that processes look for
 _UNFINISHED = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp(-[0-9]+)?")  # Orbax's name for an incomplete step
 _STEP = re.compile(r"0|[1-9][0-9]*")
-# Seconds that a failed save may go on writing (Orbax does not wait for the writes that it abandons), or that a network
-# may need to show a file.
+# Seconds that a failed save may go on writing (Orbax does not wait for the writes that it abandons).
 _LATE = 5.0
+_PATIENCE = 60.0  # seconds that a process looks for the file that process 0 has made
 
 
 def absolute(directory: str | os.PathLike[str]) -> Any:
@@ -94,15 +96,55 @@ def _writing(directory: Any) -> Iterator[None]:
         ) from e
 
 
-def sees_lock(directory: Any) -> bool:
-    """Returns True if the lock's file, which process 0 has just made, is there; a network may show it late."""
-    end = time.monotonic() + _LATE
-    while is_local(directory) and not os.path.lexists(os.path.join(directory, LOCK)):
-        if time.monotonic() > end:
-            return False
-        make_writable(directory)  # after a change of its own a client of NFS looks at the directory again
-        time.sleep(0.1)
-    return True
+class Sign:
+    """A file that process 0 makes. The others look for it: if they see it, they see the same directory.
+
+    Not the lock's file: a job that was killed may have left one in another directory, and some file systems of a
+    network show a file only when it has been closed.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self._directory = directory
+        self._path: str | None = None
+
+    def make(self) -> str:
+        """Makes the file, complete and on the disk, and returns its name, which is a new one; "" in cloud storage."""
+        if not is_local(self._directory):
+            return ""
+        for left in self._directory.glob(f"{_SEEN}*"):  # by a job that was killed: the lock says that there is no other
+            with contextlib.suppress(OSError):
+                left.unlink()
+        name = f"{_SEEN}{uuid.uuid4().hex}"
+        path = os.path.join(self._directory, name)
+        with _writing(self._directory), open(path, "xb") as file:
+            self._path = path
+            file.write(b"jdp")
+            file.flush()
+            os.fsync(file.fileno())
+        return name
+
+    def why_unseen(self, name: str) -> str:
+        """Returns why this process does not see the file, or ""; it looks for a minute, as a network may be late."""
+        end = time.monotonic() + _PATIENCE
+        while name and is_local(self._directory):
+            try:
+                os.lstat(os.path.join(self._directory, name))
+                return ""
+            except OSError as e:
+                why = e.strerror or str(e)
+            if time.monotonic() > end:
+                return why
+            with contextlib.suppress(OSError):
+                make_writable(self._directory)  # after a change of its own a client of NFS looks there again
+            time.sleep(0.1)
+        return ""
+
+    def delete(self) -> None:
+        """Deletes the file, if this process has made one."""
+        path, self._path = self._path, None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def kind(mode: int) -> str:

@@ -27,7 +27,7 @@ def leaves_of(state: Tree) -> dict[str, Any]:
     """Returns the leaves by their paths, all of them arrays or numbers; for an NNX object, those of its state."""
     flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
     for path, x in flat.items():
-        if not is_array(x) and not isinstance(x, bool | int | float | complex):
+        if not is_array(x) and not _is_structured(x) and not isinstance(x, bool | int | float | complex):
             raise TypeError(
                 f"jdp.{VERB}: {path} is a {type(x).__name__}; a checkpoint holds arrays and numbers. Pass it in data, "
                 f"as JSON, or leave it out."
@@ -219,6 +219,11 @@ def _is_kept(x: Any) -> bool:
     dtype = np.asarray(x).dtype  # of an int of more than 64 bits: object
     strange = (np.object_, np.void, np.longdouble, np.clongdouble)
     return dtype.type not in strange and dtype.isnative and dtype.name not in _UNSIGNED
+
+
+def _is_structured(x: Any) -> bool:
+    """Returns True for NumPy's arrays of records, which `_is_kept` refuses by their dtype."""
+    return isinstance(x, np.ndarray | np.generic) and issubclass(x.dtype.type, np.void)
 
 
 _UNSIGNED = ("uint2", "uint4")  # tensorstore has none of them

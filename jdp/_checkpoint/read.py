@@ -58,28 +58,37 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any
     """
     content: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
+    # Outside of `try`: what is wrong with the state that was passed is no damage.
+    form, item = describe(leaves), encode(leaves)
+    where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
     try:
-        content, arrays, problem = _twice(lambda: _read_here(path, leaves))
+        content, arrays, problem = _twice(lambda: _read_here(path, form, item, where))
     except Exception as e:  # noqa: BLE001 whatever is wrong with it
         problem = f"{_NO_ROOM if _lacks_room(e) else ''}{_brief(e)}"
     # If one process cannot read a file, the others must not wait for it in the collectives of the fingerprints.
     _agree(path, problem)
-    _agree(path, _not_saved(arrays, content))
+    try:
+        problem = _not_saved(arrays, content)
+    except Exception as e:
+        if _lacks_room(e):  # raised here alone: the others may wait in its collective, and hear of the end of this one
+            raise _no_room(path, _brief(e)) from e
+        raise
+    _agree(path, problem)
     data = content["data"]
     own = content.get("apart") and len(data) == jax.process_count()
     return arrays, data[jax.process_index()] if own else data, content.get("replicas")
 
 
-def _read_here(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _read_here(
+    path: Any, form: Mapping[str, list[Any]], item: Mapping[str, Any], where: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Returns the manifest and the arrays; or, without arrays, why they are of another model."""
     content = _read_manifest(path)
     if content["format"] > FORMAT:
         version = content["versions"].get("jdp")
         return content, {}, f"!it was written by jdp {version!s:.50}, in a form that this version does not know"
-    if difference := manifest_difference(content["leaves"], describe(leaves)):
+    if difference := manifest_difference(content["leaves"], form):
         return content, {}, f"!{difference}"
-    item = encode(leaves)
-    where = {name: target_of(leaves[name]) for name, x in item.items() if isinstance(x, jax.Array)}
     return content, _read_arrays(path / ARRAYS, item, where), ""
 
 
@@ -196,17 +205,21 @@ def _agree(path: Any, problem: str) -> None:
         return
     text = "; ".join(texts)
     if any(t.startswith(_NO_ROOM) for t in told):
-        raise MemoryError(
-            f"jdp.{VERB}: there is no room for the arrays of {path} ({text}); they are read while the state that was "
-            f"passed is still there. Pass a state of NumPy arrays (np.empty), which is filled on the host, with "
-            f"nothing else on the devices; or use more devices."
-        )
+        raise _no_room(path, text)
     if any(t.startswith("!") for t in told):
         raise ValueError(
             f"jdp.{VERB}: {path} is of another model or training state: {text}; a state is restored into one of the "
             f"same leaves, shapes and dtypes. Pass the state that the script made when it saved, or another directory."
         )
     raise Damaged(text)
+
+
+def _no_room(path: Any, text: str) -> MemoryError:
+    return MemoryError(
+        f"jdp.{VERB}: there is no room for the arrays of {path} ({text}); they are read while the state that was "
+        f"passed is still there. Pass a state of NumPy arrays (np.empty), which is filled on the host, with "
+        f"nothing else on the devices; or use more devices."
+    )
 
 
 def _read_manifest(path: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 
 from .._processes.coordination import say
 from .._processes.places import named
-from .directory import free_name, remove_unfinished, sees_lock, steps_in
+from .directory import Sign, free_name, remove_unfinished, steps_in
 from .items import VERB
 from .read import Damaged, read, tell_all
 
@@ -83,13 +83,7 @@ class Steps:
             return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
         newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
-        told = tell_all(json.dumps([max((s for s in newer if s > here), default=-1), sees_lock(self._directory)]))
-        ahead, _ = json.loads(told[0])
-        if blind := [p for p, text in enumerate(told) if not json.loads(text)[1]]:
-            raise RuntimeError(
-                f"jdp.{VERB}: {named(blind)} {'do' if len(blind) > 1 else 'does'} not see what process 0 writes in "
-                f"{self._directory}; all processes must see the directory. Pass one on a shared file system."
-            )
+        ahead = self._meet(max((s for s in newer if s > here), default=-1))
         if not self._looked and ahead >= 0:
             raise ValueError(
                 f"jdp.{VERB}: step {step} cannot be saved in {self._directory}, which holds step {ahead} already; a "
@@ -108,6 +102,29 @@ class Steps:
         finally:
             failed = None  # the error refers to this frame, and this frame to the lock
         self._damaged, self._cleared = set(), True
+
+    def _meet(self, ahead: int) -> int:
+        """Returns what process 0 passes; raises in all processes if one does not see what process 0 writes."""
+        sign, name, failed = Sign(self._directory), "", None
+        try:
+            try:
+                name = sign.make() if jax.process_index() == 0 and jax.process_count() > 1 else ""
+            except OSError as e:
+                failed = e
+            ahead, name, problem = json.loads(tell_all(json.dumps([ahead, name, str(failed or "")]))[0])
+            if problem:
+                raise failed or OSError(problem)
+            unseen = {p: why for p, why in enumerate(tell_all(sign.why_unseen(name))) if why} if name else {}
+        finally:
+            failed = None  # the error refers to this frame, and this frame to the lock
+            sign.delete()
+        if unseen:
+            raise RuntimeError(
+                f"jdp.{VERB}: {named([*unseen])} {'do' if len(unseen) > 1 else 'does'} not see what process 0 writes "
+                f"in {self._directory} ({'; '.join(dict.fromkeys(unseen.values()))}); all processes must see the "
+                f"directory. Pass one on a shared file system."
+            )
+        return ahead
 
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
         """Returns the step to read next, or None; removes from `damaged` the one that has been deleted."""

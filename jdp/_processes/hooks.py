@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import jax
@@ -52,9 +52,10 @@ from .watch import watch
 def install() -> None:
     """Hooks into the end of this process, of whatever kind."""
     before, own = sys.excepthook, os.getpid()
+    _Earlier.error = getattr(sys, "last_value", None)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if error is not getattr(sys, "last_value", None):  # Python sets it before; this is a report of a handled error
+        if error is not _uncaught():  # this is a report of an error that was handled, by a library or a console
             before(kind, error, trace)
         elif os.getpid() != own:  # a child of os.fork, whose end does not concern the job
             before(kind, error, trace)
@@ -98,12 +99,19 @@ def _fail(error: BaseException, show_it: Callable[[], None] = lambda: None) -> N
 
 
 def _uncaught() -> BaseException | None:
-    """Returns the error that has ended the program, where a hook that a library has set later did not call jdp's.
+    """Returns the error that has ended the program; None if there is none.
 
-    Consoles set the same name for errors that they have handled, whose frames have a caller.
+    Python sets these names before it calls a hook, which may be one that a library has set later than jdp's. Consoles
+    set the same names for errors that they have handled, whose frames have a caller.
     """
-    trace = getattr(sys, "last_traceback", None)
-    return getattr(sys, "last_value", None) if trace is not None and trace.tb_frame.f_back is None else None
+    trace, error = getattr(sys, "last_traceback", None), getattr(sys, "last_value", None)
+    return error if trace is not None and trace.tb_frame.f_back is None and error is not _Earlier.error else None
+
+
+class _Earlier:
+    """What a console, or another program in this process, has left as the last error before `install`."""
+
+    error: Any = None
 
 
 def _end_with(loop: threading.Thread, show_by: Callable[..., Any]) -> None:
@@ -154,14 +162,22 @@ class _Noted(SystemExit):
         _Exit.exception = id(self)
 
     def __del__(self) -> None:
-        # At the end of the program Python lets go of it outside of any frame, or not before the functions of atexit.
+        # At the end of the program Python lets go of it outside of any frame, or in a function of atexit. The garbage
+        # collector does so in any frame, of another thread too.
         with contextlib.suppress(Exception):
-            sys._getframe(1)
-            if _Exit.exception == id(self):
+            if _Exit.exception == id(self) and _is_in_program(sys._getframe(1)):
                 _Exit.code = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SystemExit, self.args
+
+
+def _is_in_program(frame: FrameType) -> bool:
+    """Returns True if the outermost caller of a frame is the program: a script, or what `python -m` runs."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__")
+    return module == "runpy" or module == "__main__" and frame.f_code.co_name == "<module>"
 
 
 _Noted.__name__ = _Noted.__qualname__ = SystemExit.__name__
@@ -181,10 +197,12 @@ def _note_exits() -> None:
                 _Exit.code = status if isinstance(status, int) else int(status is not None)
                 _Exit.calls, _Exit.process = Exchange.calls, os.getpid()
                 try:
-                    exit_(status)
+                    return exit_(status)
                 except SystemExit as error:
+                    if type(error) is not SystemExit:  # of a class of the library that has set this `exit`
+                        raise
                     raise _Noted(*error.args) from None  # in no variable: the traceback would hold it
-            exit_(status)
+            return exit_(status)
 
         return call
 

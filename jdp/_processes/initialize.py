@@ -78,8 +78,9 @@ def initialize(
         process_id: the number of this process, from 0. Default: as above.
         timeout: seconds that a process waits for the others, at a call of jdp or for a program that was dispatched.
             Longer, where one of them does long work alone between two steps (evaluates, or writes); None: forever.
-        start_timeout: seconds that it waits for the others to start, and at the first call of each kind. Where one
-            does not start, JAX names it in the log, and ends the process with SIGABRT.
+        start_timeout: seconds that it waits for the others to start, at the first call of each kind, and at each save
+            of a `jdp.Checkpointer`. Where one does not start, JAX names it in the log, and ends the process with
+            SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others
             with SIGABRT. Pass more than twice `timeout`, so that the messages above come first.
         shutdown_timeout: seconds that a process which has ended waits for the others to end. Then it names those that
@@ -179,6 +180,8 @@ def _job(address: str | None, count: int | None, here: int | None, timeout: int,
         said = ray_worker() or launched()
         address, more = address or said.address, said.options
         count, here = said.processes if count is None else count, said.here if here is None else here
+        if here is None and None not in (address, count):
+            here = number("JAX_PROCESS_ID")  # the rest was passed as arguments
     others = several()
     # The shell of an allocation of Slurm is a step of one task, and JAX would count those of the allocation.
     in_shell = number("SLURM_STEP_NUM_TASKS") == 1 and not others

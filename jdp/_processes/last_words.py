@@ -106,8 +106,11 @@ def end(code: int) -> None:
 
 def _end_daemons() -> None:
     """Terminates the daemons of `multiprocessing` (workers of a loader), as Python does at its own end."""
+    children: list[Any] = []
     with contextlib.suppress(Exception):
-        for child in sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else ():
+        children = sys.modules["multiprocessing"].active_children() if "multiprocessing" in sys.modules else []
+    for child in children:
+        with contextlib.suppress(Exception):  # one that cannot be ended does not keep the next
             if child.daemon:
                 child.terminate()
 

@@ -94,7 +94,7 @@ def number(name: str) -> int | None:
 def several() -> list[str]:
     """Returns the variables that say that there are other processes."""
     numbered = NUMBERED if not any(map(number, SIZES)) else ()
-    return [name for name in SIZES if (number(name) or 1) > 1] + [name for name in numbered if name in os.environ]
+    return [name for name in SIZES if (number(name) or 1) > 1] + [name for name in numbered if os.environ.get(name)]
 
 
 class Alone:
@@ -118,6 +118,7 @@ def astray() -> str | None:
 def incomplete(address: str | None, count: int | None, here: int | None) -> str:
     """Returns an error text: why there are several processes, and what is missing to make one job of them."""
     said = several()
+    here = number("JAX_PROCESS_ID") if here is None and None in (address, count) else here
     spoke = [launcher for launcher in (*LAUNCHERS, SLURM) if launcher.size in said]
     names = ["JAX_COORDINATOR_ADDRESS", *said, *(name for one in spoke for name in (one.rank, *one.meet))]
     found = [f"{name}={os.environ[name]}" for name in dict.fromkeys(names) if name in os.environ]

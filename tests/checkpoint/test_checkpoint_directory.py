@@ -691,6 +691,10 @@ def test_no_room_is_no_damage(tmp_path, monkeypatch, refused):
         with pytest.raises(type(error)):
             jdp._checkpoint.read.intact(tmp_path / "2")
     monkeypatch.setattr(jdp._checkpoint.read, "_pieces", read_arrays)
+    with monkeypatch.context() as patched, jdp.Checkpointer(tmp_path) as reader:
+        patched.setattr(jdp._checkpoint.read, "fingerprints", no_room)  # of what has been read
+        with refused(MemoryError, "Checkpointer", match="NumPy arrays"):
+            reader.restore(STATE)
     assert restored(tmp_path) == 2 and sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 

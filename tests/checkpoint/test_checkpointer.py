@@ -133,6 +133,23 @@ def test_a_save_that_has_failed_is_heard_of_in_the_next_step(tmp_path, monkeypat
         assert not checkpointer.save(7, {"w": np.ones(2)})
 
 
+def test_a_freed_state_is_refused_and_damages_nothing(tmp_path, refused):
+    """The state that a step has freed, as the one to restore into."""
+    state, freed = ({"n": 1, "w": jnp.arange(3.0) + i} for i in (0, 1))
+    freed["w"].delete()
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state)
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with refused(RuntimeError, "Checkpointer", match=r"state\['w'\] has been freed"):
+            checkpointer.restore(freed)
+        assert checkpointer.latest_step == 2
+        found, _ = checkpointer.restore({"n": 0, "w": jnp.zeros(3)})
+        np.testing.assert_array_equal(found["w"], np.arange(3.0))
+        checkpointer.save(3, found)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
+
+
 def test_an_empty_directory_gives_the_state_itself(tmp_path):
     state = {"w": np.ones(2)}
     with jdp.Checkpointer(tmp_path / "new" / "one") as checkpointer:

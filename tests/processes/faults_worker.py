@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 import jdp
+from jdp._processes.places import limits
 
 HERE = int(os.environ.get("JDP_PROCESS_ID", 0))
 ATTEMPT = int(os.environ.get("JDP_ATTEMPT", 0))
@@ -211,6 +212,7 @@ def case_asleep_before_its_save():
         note("fault")
         sleep_for_ever()
 
+    limits.start = 10  # and not by start_timeout, which is for the start of the processes, too
     with jdp.Checkpointer(folder() / "run") as checkpointer:
         checkpointer.save(1, variables())
         train(AT, after=at_the_step(sleep))
@@ -686,7 +688,7 @@ def main():
     note("begin", pid=os.getpid())
     before_it_starts()
     short = {"start_timeout": 10}
-    options = {"absent": short, "port_taken": short, "asleep_before_its_save": short, "compiles": {"timeout": 10}}
+    options = {"absent": short, "port_taken": short, "compiles": {"timeout": 10}}
     jdp.distributed.initialize(**options.get(sys.argv[2], {}))
     globals()[f"case_{sys.argv[2]}"]()
 

@@ -3,6 +3,7 @@
 Usage: processes_worker.py FOLDER [CASE ...], under `jdp launch` or with its environment; without CASE all of them.
 """
 
+import os
 import pathlib
 import pickle
 import sys
@@ -22,6 +23,8 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+
+from jdp._checkpoint import directory as directory_of
 
 P, N = jax.process_index(), jax.process_count()
 ROWS = {2: (9, 5), 3: (5, 0, 4), 4: (3, 6, 1, 4)}[N]  # of each process
@@ -560,9 +563,14 @@ def case_checkpoint_data():
         lacks = text_of(lambda: checkpointer.save(2, {"w": state["w"]} | ({"n": 5} if P else {})))
         one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
         steps = text_of(lambda: checkpointer.save(2 + P, state))
-    with jdp.Checkpointer(pathlib.Path(sys.argv[1], f"not shared {P}")) as alone:
+    directory_of._PATIENCE = 2.0
+    other = pathlib.Path(sys.argv[1], f"not shared {P}")
+    other.mkdir()
+    if P:
+        (other / ".jdp-lock").touch()  # a job that was killed has left it
+    with jdp.Checkpointer(other) as alone:
         apart = text_of(lambda: alone.save(1, state))
-    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "apart": apart}
+    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "apart": apart, "left": os.listdir(other)}
     return {"w": found["w"], "data": data, "latest": checkpointer.latest_step} | texts
 
 

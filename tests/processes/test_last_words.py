@@ -277,6 +277,17 @@ EXITS = {
     "by another": ("try: sys.exit(3)\nexcept SystemExit: sys.exit(4)", 4),
     "raised again": ("try: sys.exit(4)\nexcept SystemExit as e:\n    kept = e\n    raise", 4),
     "of 0": ("sys.exit(0)", 0),
+    "in asyncio": (  # in a cycle of references, which the garbage collector finds late
+        "import asyncio, atexit, gc\natexit.register(lambda: gc.collect())\n"
+        "async def main(): sys.exit(4)\nasyncio.run(main())",
+        4,
+    ),
+    "in asyncio, collected by a thread": (
+        "import asyncio, atexit, gc, threading\ncollector = threading.Thread(target=gc.collect)\n"
+        "atexit.register(lambda: (collector.start(), collector.join()))\n"
+        "async def main(): sys.exit(4)\nasyncio.run(main())",
+        4,
+    ),
     "caught": ("try: sys.exit(4)\nexcept SystemExit: pass", 0),
     "caught in a function": ("def f():\n    try: sys.exit(4)\n    except SystemExit as e: return e.code\nf()", 0),
     "of argparse": ("import argparse\ntry: argparse.ArgumentParser().parse_args(['x'])\nexcept SystemExit: pass", 0),
@@ -313,13 +324,27 @@ import code
 hooks.limits.shutdown = 0
 try: 1 / 0
 except ZeroDivisionError: sys.excepthook(*sys.exc_info())
-sys.excepthook = sys.__excepthook__
 code.InteractiveInterpreter().runcode("[][0]")
 print("went on")
 """
     )
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
     assert "ZeroDivisionError" in done.stderr and "IndexError" in done.stderr
+
+
+def test_an_error_from_before_the_job_ends_nothing():
+    """As a program leaves it that runs several scripts in one process."""
+    done = in_a_job(
+        """
+hooks.limits.shutdown = 0
+hooks.install.cache_clear()
+try: 1 / 0
+except ZeroDivisionError as e: sys.last_value, sys.last_traceback = e, e.__traceback__
+hooks.install()
+print("went on")
+"""
+    )
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
 def test_the_daemons_of_a_process_that_fails_end_with_it():

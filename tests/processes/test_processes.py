@@ -606,6 +606,8 @@ def test_checkpoint_data(found):
         steps = "ValueError: jdp.Checkpointer: the processes save different steps: process 0 has 2; process 1 has 3; "
         assert result["steps"].startswith(steps), result["steps"]
         assert "RuntimeError: jdp.Checkpointer: process 1 does not see what process 0 writes in" in result["apart"]
+        assert "(No such file or directory)" in result["apart"]
+        assert result["left"] == ([".jdp-lock"] if process else [])
     assert "RuntimeError" in found[0]["one"] and "process 1: " in found[0]["one"]
     assert "TypeError" in found[1]["one"] and "JSON" in found[1]["one"]
 
@@ -1003,7 +1005,7 @@ NOT_SET = r"this is one of several processes by {}, and {} cannot be found \({} 
         ({"JDP_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "h:1"}, (), NOT_SET.format(
             "JAX_COORDINATOR_ADDRESS=h:1, JDP_NUM_PROCESSES=4", "process_id", "JDP_PROCESS_ID")),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, and num_processes, process_id"),
-        ({"JAX_PROCESS_ID": "0"}, (), "by JAX_PROCESS_ID=0, and coordinator_address, num_processes, process_id cannot"),
+        ({"JAX_PROCESS_ID": "0"}, (), "by JAX_PROCESS_ID=0, and coordinator_address, num_processes cannot"),
         ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "1"}, (), "by JAX_COORDINATOR_ADDRESS=h:1, JAX_PROCESS"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": " "}, (), "SKYPILOT_NODE_IPS= , and coordinator_address cannot"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, (), "by OMPI_COMM_WORLD_SIZE=2, and coordinator_address, num_processes, proc"),
@@ -1046,6 +1048,7 @@ def test_several_processes_are_one_job_or_an_error(nothing_said, refused, enviro
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
          "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1"},  # likewise, in the shell that salloc opens
         {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {"JAX_PROCESS_ID": ""},
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "HOROVOD_SIZE": "", "WORLD_SIZE": "many"},
         {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "h"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
@@ -1077,6 +1080,7 @@ class Asked(Exception):
         (TORCHRUN | SLURM, {}, ("h:29501", 4, 3, 1)),  # torchrun started by Slurm
         (JAX_SAID | TORCHRUN, {}, ("c:2", 3, 2, None)),
         (JAX_SAID, {"num_processes": 5, "process_id": 4}, ("c:2", 5, 4, None)),
+        ({"JAX_PROCESS_ID": "1"}, {"coordinator_address": "h:1", "num_processes": 4}, ("h:1", 4, 1, None)),
         (SLURM, {}, ("n1:61447", 2, 1, None)),  # JAX's own detection
         (SLURM | {"WORLD_SIZE": "2"}, {}, ("n1:61447", 2, 1, None)),
         (OPEN_MPI | PORT, {}, ("127.0.0.1:7", 4, 3, 3)),
