@@ -136,7 +136,7 @@ class Checkpointer:
             data: the position in the data from which to go on: None, numbers, strings, lists, dicts with string keys,
                 together at most 32 MiB. It is copied. It may differ between processes, and each gets its own back; in
                 a job with another number of processes `restore` returns the list of all of them. If it was the same
-                in all, that one comes back, in any job.
+                in all, it comes back as it was, not as a list.
 
         Returns:
             True if this call saved the step; False also if the step is saved already.

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from .._core.fingerprint import fingerprint
-from .._core.inputs import is_array
+from .._core.inputs import has_fields, is_array
 from .._core.layout import Tree, is_key
 from .._core.replica_mesh import replicas_on
 from .._version import __version__
@@ -27,7 +27,8 @@ def leaves_of(state: Tree) -> dict[str, Any]:
     """Returns the leaves by their paths, all of them arrays or numbers; for an NNX object, those of its state."""
     flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
     for path, x in flat.items():
-        if not is_array(x) and not _is_structured(x) and not isinstance(x, bool | int | float | complex):
+        is_structured = isinstance(x, np.ndarray | np.generic) and has_fields(x)  # `_is_kept` names its dtype
+        if not is_array(x) and not is_structured and not isinstance(x, bool | int | float | complex):
             raise TypeError(
                 f"jdp.{VERB}: {path} is a {type(x).__name__}; a checkpoint holds arrays and numbers. Pass it in data, "
                 f"as JSON, or leave it out."
@@ -35,8 +36,8 @@ def leaves_of(state: Tree) -> dict[str, Any]:
         if not _is_kept(x):
             raise TypeError(
                 f"jdp.{VERB}: {path} is of dtype {_dtype(x)}; a checkpoint holds the dtypes that JAX has, other than "
-                f"uint2 and uint4. Convert it (uint4 to uint8, float128 to float64), or pass it in data: an int of "
-                f"more than 64 bits, say."
+                f"uint2 and uint4. Convert it (uint4 to uint8, float128 to float64), or pass an int of more than "
+                f"64 bits in data."
             )
     if not flat:
         raise ValueError(f"jdp.{VERB}: the state has no leaves; a checkpoint is of at least one array. Pass the state.")
@@ -219,11 +220,6 @@ def _is_kept(x: Any) -> bool:
     dtype = np.asarray(x).dtype  # of an int of more than 64 bits: object
     strange = (np.object_, np.void, np.longdouble, np.clongdouble)
     return dtype.type not in strange and dtype.isnative and dtype.name not in _UNSIGNED
-
-
-def _is_structured(x: Any) -> bool:
-    """Returns True for NumPy's arrays of records, which `_is_kept` refuses by their dtype."""
-    return isinstance(x, np.ndarray | np.generic) and issubclass(x.dtype.type, np.void)
 
 
 _UNSIGNED = ("uint2", "uint4")  # tensorstore has none of them

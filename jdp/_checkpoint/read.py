@@ -266,9 +266,8 @@ def _check_files(top: str) -> None:
                     todo.append(entry.path)
                 elif not stat.S_ISREG(mode):
                     raise Damaged(f"{name}: it is {kind(mode)}, and only files of the checkpoint are read")
-                elif (
-                    size > LARGEST and os.path.basename(folder) != "d" and entry.name != _SHARDINGS
-                ):  # "d" has the arrays
+                # The folder "d" has the arrays.
+                elif size > LARGEST and os.path.basename(folder) != "d" and entry.name != _SHARDINGS:
                     raise Damaged(f"{name}: it has {size / 2**20:,.0f} MiB, and at most {LARGEST >> 20} MiB are read")
                 if (seen := seen + 1) > _FILES:
                     raise Damaged(f"it has more than {_FILES:,} files")

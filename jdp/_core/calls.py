@@ -69,11 +69,8 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         if placed and are_freed(placed) or inside is not None and are_freed(leaves):
             return None  # the ordinary path raises an error that names it
         run = program.run
-        return (
-            program,
-            extra,
-            dispatch(run, mesh, [], leaves, *arrays) if program.is_limited else run([], leaves, *arrays),
-        )
+        out = dispatch(run, mesh, [], leaves, *arrays) if program.is_limited else run([], leaves, *arrays)
+        return program, extra, out
 
     def remember(
         self,

@@ -28,10 +28,11 @@ def is_array(x: Any) -> bool:
     """Returns True if `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
     if isinstance(x, jax.Array):
         return True
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm" and not _has_fields(x)
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm" and not has_fields(x)
 
 
-def _has_fields(x: Any) -> bool:
+def has_fields(x: Any) -> bool:
+    """Returns True for NumPy's structured arrays and arrays of records."""
     return issubclass(x.dtype.type, np.void)  # np.record is one; the dtypes of ml_dtypes are none
 
 
@@ -104,7 +105,7 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
     if isinstance(leaf, str | bytes):  # np.str_, an entry of an array of strings, is one
         return False, leaf
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind in "OSUMm" or _has_fields(leaf) or leaf.dtype.char in "gG":  # g: np.longdouble
+        if leaf.dtype.kind in "OSUMm" or has_fields(leaf) or leaf.dtype.char in "gG":  # g: np.longdouble
             raise TypeError(
                 f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
                 f"Convert it to one of these, or leave it out."

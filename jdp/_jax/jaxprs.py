@@ -134,15 +134,6 @@ def are_means(jaxpr: Any, axis_name: str, n: int) -> bool:
     return True
 
 
-def is_square(eqn: Any) -> bool:
-    return eqn.primitive.name == "square" or eqn.primitive.name == "integer_pow" and parameter(eqn, "y") == 2
-
-
-def is_call_of(eqn: Any, name: str) -> bool:
-    """Returns True for a call of a function of this name."""
-    return eqn.params.get("name") == name
-
-
 def replayed(jaxpr: Any, shapes: Any) -> Callable[..., Any]:
     """Returns the function that a jaxpr was traced from; `shapes` are those of its results, as a tree."""
     run = jax.extend.core.jaxpr_as_fun(jaxpr)
@@ -206,9 +197,8 @@ class ReplicaValue(NamedTuple):
     """How a value depends on the replica: whether it may differ between replicas, and what it comes from."""
 
     varying: bool
-    reduced: Any = (
-        None  # the last collective that it depends on; if it varies, one that brought in other replicas' parts
-    )
+    # The last collective that it depends on; if it varies, one that brought in the parts of other replicas.
+    reduced: Any = None
     sources: int = 0  # a bit for each marked input that it depends on, also through collectives
     groups: Any = None  # if it varies, and came only through collectives within groups of replicas: these groups
 

@@ -76,9 +76,8 @@ def with_pairs_cut(
     Otherwise XLA would exchange these rows first, and gather them later. The product's first operand is cut, so that
     each device takes its part of the rows from its own copy.
     """
-    products: dict[
-        int, tuple[int, int]
-    ] = {}  # by the equation's id: the axis to cut in the first operand, and the one in the result
+    # By the equation's id: the axis to cut in the first operand, and the one in the result.
+    products: dict[int, tuple[int, int]] = {}
     whole: set[int] = set()  # the ids of the equations that concatenate rows for a product
     lists: set[int] = set()  # the ids of those that concatenate one number per row, such as labels
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import row_primitives as primitives
-from .callers import is_made_in_module
-from .jaxprs import is_call_of, is_square, parameter
+from .callers import is_made_in, is_made_in_module
+from .jaxprs import parameter
 from .row_values import Fault, Kind, RowCount, RowValue
 
 
@@ -165,7 +165,8 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
         return None
     if meets and any(v.is_number for v in values):
         return Fault("number", at)
-    faults = [v.if_multiplied if v.scaled or not is_square(eqn) else None for v in values]
+    is_square = name == "square" or name == "integer_pow" and parameter(eqn, "y") == 2
+    faults = [v.if_multiplied if v.scaled or not is_square else None for v in values]
     faults = [fault for fault in faults if fault is not None and fault.lasts]
     met = [v.if_linear for v in values if v.if_linear is not None]
     of_softmax = name in primitives.OF_SOFTMAX
@@ -257,9 +258,9 @@ def is_centred(value: RowValue) -> bool:
     return value.if_multiplied is not None and value.if_multiplied.lasts and not value.scaled
 
 
-def makes_variance(around: Sequence[Any], value: RowValue) -> bool:
+def makes_variance(eqn: Any, value: RowValue) -> bool:
     """Returns True if the mean of these rows' square is a variance; `jnp.var` itself is read as a whole."""
-    return is_centred(value) and not any(is_call_of(eqn, "_var") for eqn in around)
+    return is_centred(value) and not is_made_in(eqn, "_var")
 
 
 def _met_by(value: RowValue, other: RowValue, is_itself: bool) -> Fault | None:

@@ -245,7 +245,7 @@ class Reader:
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        if is_square and values[0].if_multiplied is not None and row_numbers.makes_variance(self.around, values[0]):
+        if is_square and values[0].if_multiplied is not None and row_numbers.makes_variance(eqn, values[0]):
             made = made._replace(if_linear=Fault("number", self.at()))  # its mean is a variance
         if name in ("exp", "exp2"):
             made = row_numbers.shifted_by_largest(values[0], made, self.at())

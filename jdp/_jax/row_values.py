@@ -31,9 +31,7 @@ class Kind(enum.IntEnum):
     """How a value depends on the rows. A result is of the largest kind of its operands, if no rule says otherwise."""
 
     CONST = 0  # does not depend on the rows
-    SHARED = (
-        1  # a mean over the rows that came through a collective, as a mean or a sum: as CONST, but it depends on them
-    )
+    SHARED = 1  # a mean over the rows that a collective has averaged or added up: as CONST, but it depends on them
     SUMMED = 2  # made of sums over the rows
     ROWS = 3  # has entries of its own for each row
     UNKNOWN = 4  # cannot be followed
