@@ -150,7 +150,8 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     If no layer follows, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`, `v > v.max()`,
     `minimum(v, v.mean() + v.std())`. A square of rows that are only centred counts as part of a variance. Rows that are
     scaled by one number may be rounded, and `exp(v - v.max())` may be part of a softmax over the features. A softmax of
-    rows that were centred for each feature belongs to a loss, as the centre of DINO does.
+    rows that were centred for each feature belongs to a loss, as the centre of DINO does, and so does the logarithm of
+    rows that were divided by such numbers: `log(p / p.mean(0))`.
     """
     name = eqn.primitive.name
     if name in primitives.LAYERS:
@@ -171,9 +172,11 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     met = [v.if_linear for v in values if v.if_linear is not None]
     of_softmax = name in primitives.OF_SOFTMAX
     faults += [x for x in met if (x.lasts or x.kind == "number") and not (of_softmax and _is_of_largest(x))]
-    if of_softmax:  # a BatchNorm would have scaled its rows before
+    if not is_square:  # a BatchNorm would have scaled its rows before
         centred = [v.if_multiplied for v in values if v.if_multiplied is not None and not v.scaled]
         faults += [fault for fault in centred if fault.kind == "number"]
+    if name in ("log", "log1p"):  # no layer takes a logarithm of what it has normalized, half of which is negative
+        faults += [x for x in met if not _is_of_largest(x)]
     return Fault("number", faults[0].at) if faults else None
 
 
@@ -254,8 +257,8 @@ def _has_number(value: RowValue) -> bool:
 
 
 def is_centred(value: RowValue) -> bool:
-    """Returns True for rows minus one mean of all rows, or plus it, that were not divided by a standard deviation."""
-    return value.if_multiplied is not None and value.if_multiplied.lasts and not value.scaled
+    """Returns True for rows minus means of all rows, or plus them, that were not divided by a standard deviation."""
+    return value.if_multiplied is not None and not value.scaled
 
 
 def makes_variance(eqn: Any, value: RowValue) -> bool:

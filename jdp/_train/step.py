@@ -267,7 +267,7 @@ class TrainStep(Step[TrainState]):
         """Compares the loss with that of one device and the whole batch, `assert step.check(state, batch)`: slow.
 
         Loss, metrics, updates and gradient are compared; BatchNorm is synchronised in both. Nothing is changed. It
-        finds faults that no trace of the loss can show, as in `((x - x.mean(0)) ** 2).mean()`.
+        finds faults that no trace of the loss can show, as in `(((x - x.mean(0)) / x.std(0)) ** 4).mean()`.
 
         Returns:
             A `jdp.LossCheck`, true if all agree up to rounding; `str()` of it names what differs.

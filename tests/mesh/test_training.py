@@ -233,8 +233,8 @@ def test_check_compares_with_one_device():
     step = step_on(mesh, "mean", optax.adam(0.1), {})
     state = step.init({"params": placed(mesh)})
     assert step.check(state, rows(10)) and "on 8 devices" in str(step.check(state, rows(10)))
-    variance = lambda v, x: ((lambda o: (o - o.mean(0)) ** 2)(mlp(v["params"], x))).mean()  # noqa: E731
-    wrong = jdp.DataParallel(mlp, mesh).train_step(variance, optax.adam(0.1))
+    normed = lambda v, x: ((lambda o: ((o - o.mean(0)) / (1 + o.var(0))) ** 2)(mlp(v["params"], x))).mean()  # noqa: E731
+    wrong = jdp.DataParallel(mlp, mesh).train_step(normed, optax.adam(0.1))
     assert not wrong.check(state, rows(10))
 
 

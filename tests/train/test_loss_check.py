@@ -29,10 +29,10 @@ def error(variables, batch):
     return jnp.sum((model(variables["params"], batch["x"]) - batch["y"]) ** 2, 1)
 
 
-def variance(variables, batch):
-    """What no trace can tell from a BatchNorm and a mean."""
+def normed(variables, batch):
+    """What no trace can tell from a BatchNorm and a mean: a loss that norms its rows."""
     out = model(variables["params"], batch["x"])
-    return jnp.mean((out - out.mean(0)) ** 2)
+    return jnp.mean(((out - out.mean(0)) / (1 + out.var(0))) ** 2)
 
 
 def batch(rows):
@@ -112,20 +112,20 @@ def test_other_losses_that_are_wrong(what):
 
 
 def by_chunks(n, rows):
-    """The mean of the variances of the chunks, weighted by their rows: what a step would train on."""
+    """The mean of the losses of the chunks, weighted by their rows: what a step would train on."""
     size = -(-rows // n)
     parts = [batch(rows)["x"][i : i + size] for i in range(0, rows, size)]
 
     def loss(params):
-        return sum(variance({"params": params}, {"x": x}) * len(x) / rows for x in parts)
+        return sum(normed({"params": params}, {"x": x}) * len(x) / rows for x in parts)
 
     return jax.jit(jax.value_and_grad(loss))(PARAMS)
 
 
 @ROWS
-def test_a_variance_is_named_with_both_values(rows):
+def test_a_normalization_is_named_with_both_values(rows):
     """The loss and each leaf of the gradient: that of the devices, and that of one."""
-    check = checked(2, variance, rows)
+    check = checked(2, normed, rows)
     text = str(check)
     for n in (1, 2):
         assert says(check, by_chunks(n, rows)[0])
@@ -135,11 +135,11 @@ def test_a_variance_is_named_with_both_values(rows):
 @pytest.mark.parametrize("steps, right", [(1, True), (2, False)])
 def test_one_device(steps, right):
     """It has the whole batch, but for microbatches."""
-    assert bool(checked(1, variance, 8, accumulate_steps=steps)) is right
+    assert bool(checked(1, normed, 8, accumulate_steps=steps)) is right
 
 
 def test_a_metric_is_named():
-    check = checked(2, lambda v, b: (error(v, b).mean(), {"fine": error(v, b).mean(), "spread": variance(v, b)}), 7)
+    check = checked(2, lambda v, b: (error(v, b).mean(), {"fine": error(v, b).mean(), "spread": normed(v, b)}), 7)
     assert says(check, by_chunks(1, 7)[0], by_chunks(2, 7)[0])
     assert "spread" in str(check) and "fine" not in str(check) and "['w']" not in str(check)
 
@@ -168,7 +168,7 @@ def test_an_update_is_named(reduce_state):
 
 def test_nothing_is_changed(same):
     """Neither the state nor the batch, which is not donated either; the step after it is as without."""
-    step = wrapper(2).train_step(variance, SGD, skip_nonfinite=True)
+    step = wrapper(2).train_step(normed, SGD, skip_nonfinite=True)
     state, rows = step.init({"params": PARAMS}), jax.tree.map(jnp.asarray, batch(7))
     before = jax.tree.map(lambda leaf: leaf.copy(), state)
     assert not step.check(state, rows)
@@ -193,13 +193,13 @@ def nnx_error(net, batch):
     return jnp.mean((net(batch["x"]) - batch["y"]) ** 2)
 
 
-def nnx_variance(net, batch):
+def nnx_normed(net, batch):
     out = net(batch["x"])
-    return jnp.mean((out - out.mean(0)) ** 2)
+    return jnp.mean(((out - out.mean(0)) / (1 + out.var(0))) ** 2)
 
 
-@pytest.mark.one_case("True-nnx_error", "False-nnx_variance")
-@pytest.mark.parametrize("loss", [nnx_error, nnx_variance])
+@pytest.mark.one_case("True-nnx_error", "False-nnx_normed")
+@pytest.mark.parametrize("loss", [nnx_error, nnx_normed])
 @pytest.mark.parametrize("norm", [True, False])
 def test_nnx(same, loss, norm):
     """Batch normalization is synchronised in both; the model and the optimizer stay as they were."""
@@ -262,7 +262,7 @@ def test_a_loss_that_draws_cannot_be_compared():
 @pytest.mark.one_case
 @pytest.mark.parametrize("right", [True, False])
 def test_a_loss_that_has_a_key_and_does_not_draw_is_compared(right):
-    loss = error if right else variance
+    loss = error if right else normed
     check = checked(2, lambda v, b, key: loss(v, b), 7, key=jax.random.key(0))
     assert bool(check) is right
     assert right or "['w']" in str(check)
@@ -272,10 +272,10 @@ def test_a_loss_that_has_a_key_and_does_not_draw_is_compared(right):
 
 
 def test_with_a_criterion():
-    """A variance is exact there."""
+    """A loss that norms its rows is exact there."""
 
     def spread(out, batch):
-        return jnp.mean((out - out.mean(0)) ** 2)
+        return jnp.mean(((out - out.mean(0)) / (1 + out.var(0))) ** 2)
 
     check = checked(2, lambda v, b: model(v["params"], b["x"]), 7, criterion=spread, accumulate_steps=2)
     assert check, str(check)
@@ -296,7 +296,7 @@ OPTIONS = {
 @pytest.mark.one_case("accumulate_steps", "shard_params")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_options(option):
-    for loss in (error, variance):
+    for loss in (error, normed):
         check = checked(2, loss, 7, **OPTIONS[option])
         assert bool(check) is (loss is error), str(check)
 
@@ -323,7 +323,7 @@ def test_what_a_step_refuses_a_check_refuses():
 
 def test_it_takes_the_step_on_rows_as_they_come():
     """The loss of the check's own text is that of the step."""
-    step = wrapper(2).train_step(variance, SGD)
+    step = wrapper(2).train_step(normed, SGD)
     state = step.init({"params": PARAMS})
     check = step.check(state, next(iter(wrapper(2).prefetch([batch(7)]))))
     assert says(check, float(step(state, batch(7))[1]["loss"]))
