@@ -23,8 +23,18 @@ torch.nn.DataParallel for JAX and Flax: the commands that go with the package.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command that `argv` names, and returns the code to exit with."""
+    """Runs the command that `argv` names, and returns the code to exit with: 2 for wrong usage, 130 after Ctrl-C."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    try:
+        return _run(command, rest)
+    except SystemExit as stop:  # argparse has printed the help, or what is wrong
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print(f"jdp {command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(command: str, rest: list[str]) -> int:
     if command == "launch":
         from ._launch import cli as _launch
 
@@ -53,12 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Runs `jdp` or `python -m jdp`, and ends the process with the command's code, 130 after Ctrl-C."""
-    try:
-        code = main()
-    except KeyboardInterrupt:  # while the command was imported; later it handles that itself
-        print("jdp: interrupted", file=sys.stderr)
-        code = 130
+    """Runs `jdp` or `python -m jdp`, and ends the process with the command's code."""
+    code = main()
     if code == 130 and threading.active_count() > 1:  # a compiler may be running, which ignores signals
         sys.stdout.flush()
         sys.stderr.flush()

@@ -63,15 +63,13 @@ class Places:
     """The processes of this machine that a job still has, each by the number that it had at first: its place."""
 
     def __init__(self, job: Job) -> None:
-        self._whole = list(range(job.processes))
-        self._least = job.min_processes or job.processes
-        self._replicas, self._devices = job.replicas, job.cpu_devices or 1
+        self._job, self._whole = job, list(range(job.processes))
         self._suspect: int | None = None
 
     @property
     def left(self) -> list[int]:
         """Those that have a process: with `--replicas` as many as divide them."""
-        return self._whole[: _most(len(self._whole), self._replicas, self._devices)]
+        return self._whole[: self._most(len(self._whole))]
 
     def blame(self, culprit: Worker) -> bool:
         """Returns True if the culprit's place is left out from now on: it failed at once, as in the attempt before."""
@@ -79,15 +77,15 @@ class Places:
         by_itself = culprit.code not in (FOR_ANOTHER, WAITED, -signal.SIGTERM)
         at_once = by_itself and culprit.ended - culprit.started < _AT_ONCE
         again, self._suspect = at_once and place == self._suspect, place if at_once else None
-        if not again or _most(len(self._whole) - 1, self._replicas, self._devices) < self._least:
+        if not again or self._most(len(self._whole) - 1) < (self._job.min_processes or self._job.processes):
             return False
         self._whole.remove(place)
         return True
 
-
-def _most(processes: int, replicas: int | None, devices: int) -> int:
-    """Returns the most processes, up to this number, whose devices together divide the replicas."""
-    return next(n for n in range(processes, -1, -1) if replicas is None or n == 0 or replicas % (n * devices) == 0)
+    def _most(self, processes: int) -> int:
+        """Returns the most processes, up to this number, whose devices together divide the replicas."""
+        replicas, devices = self._job.replicas, self._job.cpu_devices or 1
+        return next(n for n in range(processes, -1, -1) if replicas is None or n == 0 or replicas % (n * devices) == 0)
 
 
 def _attempt(

@@ -174,18 +174,14 @@ class Reader(threading.Thread):
                 ready = selector.select(timeout=0.5)
                 late += self._until is not None and time.monotonic() >= self._until
                 for key, _ in ready:
-                    if not self._read(key.fd, *key.data):
+                    data, lines = os.read(key.fd, 1 << 16), self._lines[key.data]
+                    self._printer.write(key.data[1], lines.feed(data) if data else lines.end())
+                    if not data:
                         selector.unregister(key.fileobj)
                 if not ready and self._until is not None:
                     break  # what still holds a pipe is no process of ours
         for (_, fd), lines in self._lines.items():
             self._printer.write(fd, lines.end())
-
-    def _read(self, pipe: int, rank: int, fd: int) -> bool:
-        data = os.read(pipe, 1 << 16)
-        lines = self._lines[rank, fd]
-        self._printer.write(fd, lines.feed(data) if data else lines.end())
-        return bool(data)
 
     def finish(self) -> None:
         """Makes it end when the rest in the pipes is printed; call this when the processes have ended."""

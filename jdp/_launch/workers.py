@@ -157,10 +157,7 @@ class Crew:
             worker.process.wait()
 
 
-Process = subprocess.Popen[bytes]
-
-
-def watch(processes: Sequence[Process], ended: Callable[[int, int], None]) -> list[threading.Thread]:
+def watch(processes: Sequence[subprocess.Popen[bytes]], ended: Callable[[int, int], None]) -> list[threading.Thread]:
     """Calls `ended(i, code)`, in a thread, when process i has ended, with the code that `subprocess` gives.
 
     The process stays a zombie, so that its number cannot be given to another: a signal to it or to its
@@ -196,7 +193,7 @@ def watch(processes: Sequence[Process], ended: Callable[[int, int], None]) -> li
     return threads
 
 
-def _code(process: Process) -> int:
+def _code(process: subprocess.Popen[bytes]) -> int:
     if not hasattr(os, "waitid"):  # macOS, before Python 3.13
         return process.wait()
     end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

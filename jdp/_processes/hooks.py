@@ -238,7 +238,7 @@ def _leave(own: int, leaving: threading.Event, listener: threading.Thread) -> No
 
 def _tell_that_it_has_left() -> None:
     with contextlib.suppress(Exception):
-        watch.end()
+        watch.tell()
     with contextlib.suppress(Exception):
         client().key_value_set(left_key(own_process()), "")
 

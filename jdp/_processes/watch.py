@@ -48,6 +48,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -57,6 +58,7 @@ from .._jax.private import callbacks, starts_backends
 from .coordination import ended, own_process, process_count, put, say, under
 from .places import DEAD, HINT, NOWHERE, Pending, Place, have_ended, limits, machine, named, state_of
 
+_Block = AbstractContextManager[None]
 _FOLDER = "jdp/at/"
 _BEAT = 2.0  # seconds between two notes of where this process is
 _SILENCE = 3 * _BEAT  # a process that is well and within reach is never silent for so long
@@ -104,32 +106,31 @@ class Watch:
         with self._finding:
             self._running.append(Pending(group, processes, self._positions[group], self._doing, now, held))
 
-    @contextlib.contextmanager
-    def dispatching(self, group: str, processes: tuple[int, ...], seconds: float | None = None) -> Iterator[None]:
+    def dispatching(self, group: str, processes: tuple[int, ...], seconds: float | None = None) -> _Block:
         """Marks a block: the main thread dispatches the program that it came to last.
 
         A CPU device that is the only one of its process computes in that thread, so a program may wait for the
         others before it has an output that could be asked.
         """
-        pending = Pending(group, processes, 0, "", time.monotonic(), lambda: None, seconds)
-        with self._in_dispatch(pending):
-            yield
+        return self._with(_dispatch=Pending(group, processes, 0, "", time.monotonic(), lambda: None, seconds))
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """Marks a block: the main thread traces and compares the program, and waits only in calls that say so."""
-        with self._in_dispatch(None):
+        with self._with(_dispatch=None):
             yield
         if self._dispatch is not None:
             self._dispatch = self._dispatch._replace(since=time.monotonic())
 
     @contextlib.contextmanager
-    def _in_dispatch(self, pending: Pending | None) -> Iterator[None]:
-        before, self._dispatch = self._dispatch, pending
+    def _with(self, **state: Any) -> Iterator[None]:
+        """Gives these attributes other values in a block."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
         try:
             yield
         finally:
-            self._dispatch = before
+            vars(self).update(before)
 
     def compiling(self, whether: bool) -> None:
         """Notes that this process begins or ends to compile a program; it is not late before `limits.compile`."""
@@ -139,34 +140,24 @@ class Watch:
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Marks a block: this process has failed and finishes its saves; until `limits.compile` it is not late."""
-        before, self._saves_since = self._saves_since, time.monotonic()
-        self._told = 0.0  # written at once for the others
-        try:
+        with self._with(_saves_since=time.monotonic()):
+            self._told = 0.0  # written at once for the others
             yield
-        finally:
-            self._saves_since = before
 
     def compile_event(self, event: str, begins: bool) -> None:
         """Listens to `jax.monitoring`, which says when JAX begins and ends to compile, also programs of the user."""
         if event.endswith("/backend_compile_duration"):
             self.compiling(begins)
 
-    @contextlib.contextmanager
-    def waiting(self, what: str, seconds: float) -> Iterator[None]:
+    def waiting(self, what: str, seconds: float) -> _Block:
         """Marks a block: the main thread waits for the others, as a rule for at most so many seconds."""
-        began, before = time.monotonic(), self._waits
-        self._waits = what, began, began + seconds
-        try:
-            yield
-        finally:
-            self._waits = before
+        began = time.monotonic()
+        return self._with(_waits=(what, began, began + seconds))
 
-    @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
+    def leaving(self) -> _Block:
         """Marks a block: the program of this process has ended, and it waits for those of the others."""
         self._leaves = time.monotonic()
-        with self.waiting("distributed (the end of the program)", limits.shutdown):
-            yield
+        return self.waiting("distributed (the end of the program)", limits.shutdown)
 
     def runs(self) -> bool:
         """Returns True while a program runs that this process has dispatched: a step may take long."""
@@ -214,7 +205,7 @@ class Watch:
         self._see_callbacks(pending)
         self._starts_since = (self._starts_since or now) if starts_backends() else None
         if now >= self._told + _BEAT:
-            self._tell()
+            self.tell()
         self._rounds += 1
         waited = now - min(pending.since if pending else now, waits[1] if waits else now)
         # Process 0 asks itself, which costs nothing. In a large job the others ask only when they have to.
@@ -376,7 +367,8 @@ class Watch:
         dead = [p for p in self._gone if p in before]
         return [p for p in dead if p not in ended()] if dead else []
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Writes for the others where this process is; once more at its end, before it writes that it has ended."""
         with self._telling:
             now = time.monotonic()
             self._beat, self._told = self._beat + 1, now
@@ -399,10 +391,6 @@ class Watch:
             before = self._places.get(process)
             if before is None or before[0].beat != place.beat:
                 self._places[process] = place, self._learnt
-
-    def end(self) -> None:
-        """Tells where this process has come to, before it tells that it has ended."""
-        self._tell()
 
     def processes(self) -> set[int]:
         """Returns the processes that have told where they are: those that called `jdp.distributed.initialize`."""

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdp.__main__ import main
 from jdp._tools.doctor import advice, cli, examine, machine, watch
 from jdp._tools.doctor.report import show
 from jdp._tools.doctor.worker import MOVES, choose, compute, first_wrong, measure
@@ -422,7 +423,7 @@ def test_ctrl_c_ends_the_worker_too(fake, monkeypatch, tmp_path, capsys):
     fake(start=f"open({str(pid)!r}, 'w').write(str(os.getpid()))", answer="os.kill(os.getppid(), 2); time.sleep(600)")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # behind a `&` it would be ignored
     try:
-        assert cli.main([]) == 130 and "interrupted" in capsys.readouterr().err
+        assert main(["doctor"]) == 130 and "jdp doctor: interrupted" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGINT, before)
     assert is_gone(int(pid.read_text()))
@@ -484,13 +485,13 @@ def test_many_devices_are_tested_in_a_ring_and_sampled_pairs(n):
     "arguments", [["--timeout", "0"], ["--timeout", "soon"], ["--mebibytes", "-1"], ["--what"], ["x"]]
 )
 def test_arguments_that_make_no_sense_are_refused(capsys, arguments):
-    assert cli.main(arguments) == 2
+    assert main(["doctor", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("usage: jdp doctor") and arguments[-1] in printed.err
 
 
 def test_help_says_what_the_exit_code_means(capsys):
-    assert cli.main(["--help"]) == 0
+    assert main(["doctor", "--help"]) == 0
     assert "0 all is well, 1 something failed, 2 usage" in " ".join(capsys.readouterr().out.split())
 
 

@@ -485,20 +485,11 @@ def test_arguments_that_make_no_sense(script, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-def test_what_draws_is_missing(script, cpus, capsys, monkeypatch, refused, tmp_path):
-    """It is said before the script runs, with the extra that brings it; without a picture the plan goes on."""
+def test_without_matplotlib_a_plan_has_no_picture(script, cpus, capsys, monkeypatch, tmp_path):
+    """It is said before the script runs, with the extra that brings it, and the plan goes on."""
     find = importlib.util.find_spec
-
-    def hide(module):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a))
-
-    hide("rich")
-    command = ["plan", script("raise KeyError"), "--topology", "h100", "--no-search", "--per-host", "1"]
-    assert main(command) == 1
-    with refused(RuntimeError, "plan", r'rich is not installed; .* pip install -e "\.\[examples\]" in'):
-        raise RuntimeError(capsys.readouterr().err.strip())
-    hide("matplotlib")
-    script(STEP)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--per-host", "1"]
     assert main([*command, "--picture", "plan.png", "--json"]) == 0
     told = capsys.readouterr()
     line, after = told.err.splitlines()[:2]
@@ -520,13 +511,6 @@ def test_an_interrupt_keeps_the_lines_that_are_finished(script, cpus, capsys, mo
     last = told.err.splitlines()[-1]
     assert last == "jdp plan: interrupted" + "; 2 of its lines were finished" * (after > 0)
     assert (tmp_path / "plan.png").exists() == (after > 0) == ("2 x 8" in told.out)
-
-
-def test_without_rich_there_is_json(script, cpus, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "rich" else find(name, *a))
-    assert main(["plan", script(STEP), "--topology", "h100", "--no-search", "--json"]) == 0
-    assert list(lines_of(capsys)) == [2]
 
 
 def test_what_cannot_be_planned_is_said_in_a_line(script, cpus, capsys):

@@ -68,7 +68,7 @@ def test_who_has_ended_listens_until_all_have(monkeypatch, here):
         "_before_leaving": [],
     }.items():
         monkeypatch.setattr(hooks, name, value)
-    monkeypatch.setattr(hooks.watch, "end", lambda: None)
+    monkeypatch.setattr(hooks.watch, "tell", lambda: None)
     monkeypatch.setattr(hooks.watch, "processes", lambda: {0, 1})
     monkeypatch.setattr(hooks.watch, "_leaves", None)
     listener.start()

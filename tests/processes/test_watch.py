@@ -146,7 +146,7 @@ def test_who_has_ended_without_devices_is_named_by_those_that_wait_for_them(job)
 def test_who_is_met_in_a_call_is_known(job):
     """One that is stopped right after its first call is known by its machine's process number."""
     for job.here in ALL:
-        job.watches[job.here]._tell()
+        job.watches[job.here].tell()
     job.here = 1
     assert not job.watches[1]._places
     job.watches[1].meet(ALL)
@@ -391,7 +391,7 @@ def test_who_has_ended_after_the_same_calls_is_not_to_blame(job):
     job.go_on(3)
     job.come()
     job.here = 2
-    job.watches[2].end()
+    job.watches[2].tell()
     job.stopped, job.left = {2}, {2}
     assert not job.go_on(120)
 
@@ -400,7 +400,7 @@ def leave(stack, job, *processes):
     """The programs of these processes end, and they wait for the others until the stack ends."""
     for job.here in processes:
         stack.enter_context(job.watches[job.here].leaving())
-        job.watches[job.here].end()
+        job.watches[job.here].tell()
         job.left.add(job.here)
 
 
@@ -473,10 +473,10 @@ def test_no_older_place_is_written_over_the_last(job, monkeypatch):
     monkeypatch.setattr(module, "put", put)
     job.watches[0].moved("all", "first")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        pool.submit(job.watches[0]._tell)
+        pool.submit(job.watches[0].tell)
         begun.wait(20)
         job.watches[0].moved("all", "last")
-        last = pool.submit(job.watches[0].end)
+        last = pool.submit(job.watches[0].tell)
         concurrent.futures.wait([last], 0.2)
         goes_on.set()
     assert [json.loads(text)[3] for text in texts] == ["first", "last"]

@@ -54,22 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Examines the machine and prints a report: 0 if all is well, 1 if something failed, 2 for usage, 130 for Ctrl-C.
+def main(argv: Sequence[str]) -> int:
+    """Examines the machine and prints a report: 0 if all is well, 1 if something failed, 2 for wrong usage.
 
     GPUs are asked through a process that is killed when it gives no answer; the calling process starts no device.
     """
     parser = _parser()
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has said why
-        return int(stop.code or 0)
-    try:
-        size = int(args.mebibytes * 2**20)
-        report = examine(args.devices, not args.no_links, args.timeout, size, args.deterministic)
-    except KeyboardInterrupt:
-        print("jdp doctor: interrupted", file=sys.stderr)
-        return 130
+    args = parser.parse_args(argv)
+    size = int(args.mebibytes * 2**20)
+    report = examine(args.devices, not args.no_links, args.timeout, size, args.deterministic)
     if report["start"].get("failure") == "refused":
         parser.print_usage(sys.stderr)
         print(report["start"]["text"], file=sys.stderr)

@@ -220,12 +220,7 @@ def _amounts(r: Report, waits: bool = True) -> Iterator[tuple[str, str, str, str
     operations = scaled(r.flops, ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop"), (1, "flop")))
     yield "flops", operations, _share(r.flops, alone and alone.flops), r.work.source
     yield "bytes read and written", in_bytes(r.bytes), _share(r.bytes, alone and alone.bytes), r.work.source
-    for name, size in (
-        ("parameters", r.parameter_bytes),
-        ("optimizer's state", r.optimizer_bytes),
-        ("other state", r.state_bytes),
-        ("batch", r.batch_bytes),
-    ):
+    for name, size in _arguments(r):
         if size:
             yield name, in_bytes(size), "", "shapes"
     yield "temporaries", in_bytes(r.temp_bytes), "", "compiled"
@@ -238,6 +233,16 @@ def _amounts(r: Report, waits: bool = True) -> Iterator[tuple[str, str, str, str
     if r.compilations is not None:
         yield "programs compiled by calls", f"{r.compilations}", "", "counted"
     yield "time to compile this", f"{r.compile_seconds:.1f} s", "", "measured"
+
+
+def _arguments(r: Report) -> list[tuple[str, int]]:
+    """Returns what a call is given, with the bytes of each part."""
+    return [
+        ("parameters", r.parameter_bytes),
+        ("optimizer's state", r.optimizer_bytes),
+        ("other state", r.state_bytes),
+        ("batch", r.batch_bytes),
+    ]
 
 
 def _share(amount: float, alone: float | None) -> str:
@@ -329,14 +334,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 def _memory(r: Report) -> Iterator[Html]:
     """Yields the peak of memory and its parts."""
-    kinds = [
-        ("parameters", r.parameter_bytes),
-        ("optimizer's state", r.optimizer_bytes),
-        ("other state", r.state_bytes),
-        ("batch", r.batch_bytes),
-        ("results", r.output_bytes),
-        ("temporaries", r.temp_bytes),
-    ]
+    kinds = [*_arguments(r), ("results", r.output_bytes), ("temporaries", r.temp_bytes)]
     rest = r.peak_bytes - sum(size for _, size in kinds)
     kinds = [(name, size) for name, size in [*kinds, ("other arguments", rest)] if size > 0]
     whole, limit = sum(size for _, size in kinds) or 1, r.memory_bytes

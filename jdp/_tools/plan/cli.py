@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 
 from ..topology.chips import CHIPS
@@ -21,22 +20,18 @@ Each machine has three lines: all of the state on each device, the optimizer's s
 Times are estimates, of an ideal machine: every chip and link at the speed of its data sheet."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line for each size of the machine; `argv` is what follows `jdp plan`, by default this process's own.
+def main(argv: Sequence[str]) -> int:
+    """Prints a line for each size of the machine; `argv` is what follows `jdp plan`.
 
-    Returns 0; 1 if there is no plan, with the reason on stderr; 2 for invalid arguments; 130 after Ctrl-C.
+    Returns 0; 1 if there is no plan, with the reason on stderr; 130 after Ctrl-C.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    at = given.index("--") if "--" in given else len(given)
+    at = argv.index("--") if "--" in argv else len(argv)
     parser = _parser()
-    try:
-        args = parser.parse_args(given[:at])
-        _check(parser, args)
-    except SystemExit as stop:  # argparse has printed why
-        return int(stop.code or 0)
+    args = parser.parse_args(argv[:at])
+    _check(parser, args)
     from .plan import plan  # it imports JAX, which --help need not wait for
 
-    return plan(args, given[at + 1 :])
+    return plan(args, argv[at + 1 :])
 
 
 def _parser() -> argparse.ArgumentParser:

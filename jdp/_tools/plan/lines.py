@@ -10,8 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, TextIO
 
 from ..._core.devices import Device
@@ -154,9 +153,13 @@ def lines(
     """Yields a line for each way to keep the state, on each of the machines but the first, which is one device."""
     alone, *asked = machines
     wanted = [(m, way) for m in asked for way in (WAYS if len(m[1]) > 1 and step.inside == 1 else (step.way,))]
-    with quiet() as out, tempfile.TemporaryDirectory(prefix="jdp-plan-", ignore_cleanup_errors=True) as kernels:
+    # First all lines of the first machine, so that a user who interrupts has those. Then what takes longest: the way
+    # that is least like one device, and the largest machine, which is least like the first.
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i][0] != asked[0], -WAYS.index(wanted[i][1]), -i))
+    others: dict[int, Future[Line]] = {}
+    kept = tempfile.TemporaryDirectory(prefix="jdp-plan-", ignore_cleanup_errors=True)
+    with quiet() as out, kept as kernels, _threads(1 + len(wanted)) as threads:
         compiler = Compiler(step, chip, out, kernels)
-        first, *others = (Future[Line]() for _ in range(1 + len(wanted)))
 
         def like(i: int) -> Line | None:
             """Returns a line whose most rows were compiled: the same way on fewer hosts, or the way that differs least.
@@ -173,18 +176,16 @@ def lines(
             (where, devices), way = wanted[i]
             return line(compiler, where, devices, rows, way, search, lambda: like(i))
 
-        # First all lines of the first machine, so that a user who interrupts has those. Then what takes longest: the
-        # way that is least like one device, and the largest machine, which is least like the first.
-        order = sorted(range(len(wanted)), key=lambda i: (wanted[i][0] != asked[0], -WAYS.index(wanted[i][1]), -i))
-        tasks = [(others[i], partial(one, i)) for i in order]
-        with _threads([(first, lambda: line(compiler, *alone, rows, step.way)), *tasks]):
-            for future in others:
-                while not wait([future], timeout=EVERY).done:
-                    compiler.tell()
-                found, seconds = future.result(), first.result().seconds
-                if seconds is not None and found.seconds is not None:
-                    found.efficiency = seconds / (found.seconds * step.inside)
-                yield found
+        first = threads.submit(line, compiler, *alone, rows, step.way)
+        for i in order:
+            others[i] = threads.submit(one, i)
+        for _, future in sorted(others.items()):
+            while not wait([future], timeout=EVERY).done:
+                compiler.tell()
+            found, seconds = future.result(), first.result().seconds
+            if seconds is not None and found.seconds is not None:
+                found.efficiency = seconds / (found.seconds * step.inside)
+            yield found
 
 
 EVERY = 5.0  # seconds between messages
@@ -192,31 +193,17 @@ THREADS = 4  # more would need much memory if programs are large
 
 
 @contextlib.contextmanager
-def _threads(tasks: Sequence[tuple[Future[Line], Callable[[], Line]]]) -> Iterator[None]:
-    """Runs the tasks in order, in at most `THREADS` threads and one per core; begins no more after its block.
+def _threads(tasks: int) -> Iterator[ThreadPoolExecutor]:
+    """Makes threads for so many tasks, at most `THREADS` and one per core; begins no more after its block.
 
-    The threads are daemons, so that a user who interrupts the plan need not wait for compilers, which ignore signals.
+    It does not wait for those that are under way: the compilers ignore signals, and a user has interrupted the plan.
     """
-    left, one_at_a_time, ended = iter(tasks), threading.Lock(), threading.Event()
-
-    def work() -> None:
-        while not ended.is_set():
-            with one_at_a_time:
-                future, task = next(left, (None, None))
-            if future is None or task is None:
-                return
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for i in range(min(len(tasks), cores, THREADS)):
-        threading.Thread(target=work, name=str(i), daemon=True).start()
+    threads = ThreadPoolExecutor(min(tasks, cores, THREADS))
     try:
-        yield
+        yield threads
     finally:
-        ended.set()
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def line(

@@ -23,7 +23,7 @@ def plan(args: argparse.Namespace, given: Sequence[str]) -> int:
     """
     found: list[Line] = []
     try:
-        _look_for_what_draws(args)
+        _look_for_matplotlib(args)
         machines = _topologies(args)
         if pathlib.Path(args.script).is_file():
             print(f"jdp plan: running {args.script} up to its first step", file=sys.stderr, flush=True)
@@ -55,12 +55,8 @@ def _show(args: argparse.Namespace, step: Step, found: Sequence[Line]) -> None:
     print(as_json(found, chip)) if args.json else show(found, chip, title, sys.stdout)
 
 
-def _look_for_what_draws(args: argparse.Namespace) -> None:
-    """Checks for rich and matplotlib before minutes of compiling. Without matplotlib the plan has no picture."""
-    if not args.json and importlib.util.find_spec("rich") is None:
-        raise PlanError(
-            f"jdp.plan: rich is not installed; the table needs rich, --json does not. {how_to_install('examples')}"
-        )
+def _look_for_matplotlib(args: argparse.Namespace) -> None:
+    """Says before minutes of compiling that the plan has no picture, for lack of matplotlib."""
     if args.picture is not None and importlib.util.find_spec("matplotlib") is None:
         args.picture, no = None, "jdp.plan: matplotlib is not installed; there will be no picture."
         print(f"{no} {how_to_install('examples')}", file=sys.stderr)

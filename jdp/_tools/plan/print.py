@@ -146,10 +146,8 @@ def _seconds(seconds: float | None) -> str:
 
 def as_json(lines: Sequence[Line], chip: Chip) -> str:
     """Returns one JSON document with the lines and their chip; the names of estimates say so."""
-    figures = dataclasses.asdict(chip)
-    return json.dumps(
-        {"jdp_plan": 2, "chip": figures, "formulas": SOURCES, "lines": list(map(_plain, lines))}, indent=2
-    )
+    whole = {"jdp_plan": 2, "chip": dataclasses.asdict(chip), "formulas": SOURCES, "lines": [*map(_plain, lines)]}
+    return json.dumps(whole, indent=2)
 
 
 def _plain(one: Line) -> dict[str, Any]:

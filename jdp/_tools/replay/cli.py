@@ -22,15 +22,12 @@ The bits are those of the run on the same number of devices, if the data is a fu
 train_step(..., deterministic=True) on any number."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the step; `argv` is what follows `jdp replay`, by default this process's own.
+def main(argv: Sequence[str]) -> int:
+    """Makes the step that `argv`, which follows `jdp replay`, asks for.
 
-    Returns 0; 1 if the step could not be made, with the reason on stderr; 2 for invalid arguments; 130 after Ctrl-C.
+    Returns 0; 1 if the step could not be made, with the reason on stderr.
     """
-    try:
-        args = _parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed why
-        return int(stop.code or 0)
+    args = _parser().parse_args(argv)
     from .run import ReplayError, replay  # it imports JAX, which --help need not wait for
 
     try:
@@ -38,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ReplayError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("jdp replay: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
