@@ -129,7 +129,7 @@ class Steps:
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
         """Returns the step to read next, or None; removes from `damaged` the one that has been deleted."""
         # Process 0 decides, because a network file system may show the other processes something older.
-        there = self._there()
+        there = self._there() if jax.process_index() == 0 else []
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
         gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # deleted by its writer
         told = json.loads(tell_all(json.dumps({"next": found, "gone": gone, "newest": there[-_FEW:]}))[0])
