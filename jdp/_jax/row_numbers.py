@@ -24,11 +24,13 @@ from .row_values import Fault, Kind, RowCount, RowValue
 
 
 def added_to_rows(value: RowValue) -> RowValue:
-    """Returns a summand of rows. One number of all rows that is no mean is a fault if all that follows is linear.
+    """Returns a summand of rows. Numbers of all rows that are no means are a fault if all that follows is linear.
 
-    Numbers for each feature, as a BatchNorm adds them, are no fault.
+    A BatchNorm adds means, also of the rows that a mask keeps. Some picked rows may be written before the others.
     """
-    if value.kind != Kind.SUMMED or not value.is_number or value.fault is None:
+    if value.kind != Kind.SUMMED or value.fault is None:
+        return value
+    if not value.is_number and (value.fault.kind == "ratio" or is_picked(value)):
         return value
     return value._replace(if_linear=value.fault._replace(lasts=True))
 
@@ -102,11 +104,15 @@ def chosen_for_rows(which: RowValue, cases: Sequence[RowValue], made: RowValue, 
     return made._replace(if_linear=fault._replace(kind="number") if met.is_number else fault)
 
 
-def gathered_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns `made`, rows that look up numbers of all rows in `value` (a count of their class), with its faults.
+def picked_for_rows(value: RowValue, made: RowValue, at: tuple[Any, ...]) -> RowValue:
+    """Returns `made`, which each row looks up in `value` by an index, with its faults.
 
-    A row of a matrix counts as part of a layer, because an embedding may be looked up after an inner gradient step.
+    If `value` has numbers of all rows (a count of each class), rows are made of them. If it has rows, the index is such
+    a number. A row of a matrix counts as part of a layer, because an embedding may be looked up after an inner gradient
+    step.
     """
+    if value.kind != Kind.SUMMED:
+        return made._replace(if_no_layer=made.if_no_layer or _of_a_loss(at))
     found = made._replace(if_linear=value.fault or Fault("nonlinear", at))
     return found._replace(if_no_layer=_of_a_loss(at)) if at[0].invars[0].aval.ndim == 1 else found
 
@@ -209,8 +215,8 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         # The weights of a masked BatchNorm are divided by their mean, too, but they are not centred before.
         return Fault("number", at, not is_average(number) or rows.if_multiplied is not None)
     if is_div and rows is a:  # by a root of a variance it is a normalization, as it is of centred rows by a mean
-        is_scaled = is_average(number) and not rows.met_all and not is_made_in_module(at[::-1])
-        return fault if is_scaled else None
+        is_scaled = (is_average(number) or is_largest(number)) and not rows.met_all and not is_made_in_module(at[::-1])
+        return fault if is_scaled else rows.if_linear
     if name == "dot_general" and rows.met_all:
         return None  # rows are centred before they are whitened
     if number.is_number and not (rows.met_all and is_largest(number)):  # rows that were rounded are scaled back

@@ -253,7 +253,11 @@ def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
 def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
     """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum."""
     name, places = eqn.primitive.name, _places(values)
-    if len(places) < 2 and SEVERAL not in places or name not in primitives.ELEMENTWISE | primitives.LAYERS:
+    if len(places) < 2 and SEVERAL not in places:
+        return False
+    if name in ("gather", "dynamic_slice") or name.replace("-", "_") in primitives.SCATTERS:  # by another row's index
+        return True
+    if name not in primitives.ELEMENTWISE | primitives.LAYERS:
         return False
     is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
     return not linear or is_product or name == "select_n"
@@ -368,9 +372,11 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
     value = value._replace(given=False)
     along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
     is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # other operands, and ids, are only moved
-    if value.kind == Kind.ROWS and along_rows and is_key:
+    if value.kind != Kind.ROWS or not along_rows or i:
+        return value
+    if is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
-    return value
+    return value._replace(place=ORDERED)
 
 
 def diagonal(eqn: Any, value: RowValue) -> RowValue | None:

@@ -232,8 +232,8 @@ class Reader:
         if first.kind == Kind.CONST and any(v.kind == Kind.CONST and v.degree is None for v in values):
             degree = None  # picked by position
         made = self.made(eqn, values, degree, out, linear, summed)
-        if first.kind == Kind.SUMMED and made.kind == Kind.ROWS:  # each row has a number of all rows
-            return row_numbers.gathered_for_rows(first, made, self.at())
+        if made.kind == Kind.ROWS and (first.kind == Kind.SUMMED or not linear):
+            return row_numbers.picked_for_rows(first, made, self.at())
         return made
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
