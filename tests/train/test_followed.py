@@ -203,4 +203,4 @@ def test_what_a_module_takes_of_its_rows_is_its_own():
     loss, _ = dp.value_and_grad(lambda w, x: every(x @ w).mean())(w, x)
     np.testing.assert_allclose(loss, np.mean([every(chunk @ w).mean() for chunk in (x[:3], x[3:])]), rtol=1e-5)
     with pytest.raises(TypeError, match="made of every second row"):
-        dp.value_and_grad(lambda w, x: jnp.tanh(x @ w - (x @ w)[::2].mean(0)).mean())(w, x)
+        dp.value_and_grad(lambda w, x: jnp.tanh((x @ w)[::2]).mean())(w, x)
