@@ -259,7 +259,7 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
             _refuse_legacy_keys((cut[0], other), verb, name)
             raise ValueError(
                 f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
-                f"{other[1]}); all arrays that are cut must agree. Pass equal rows{_or_axes(verb, name(index))}."
+                f"{other[1]}); all arrays that are cut must agree. Pass equal rows{_or_axes(verb, max(name(index), name(other[2])))}."
             )
     return rows
 
@@ -280,9 +280,14 @@ def _or_axes(verb: str, name: str) -> str:
     if name.startswith("state"):
         return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"
     if verb in ("train_step", "value_and_grad"):
-        return ", or pass in_axes to the verb, with None for what must be replicated"
+        return f", or pass in_axes to dp.{verb}, with None for what must be replicated"
     if verb != "DataParallel":
         return ""
+    if name.startswith("kwargs"):
+        return (
+            "; in_axes holds for positional arguments alone. Pass an argument that must be replicated by position, and "
+            "construct DataParallel with in_axes and None in its place"
+        )
     return ", or construct DataParallel with in_axes, None for an argument that must be replicated"
 
 

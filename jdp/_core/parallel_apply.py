@@ -299,7 +299,7 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
         error.add_note(
             f"jdp.parallel_apply: {label} changes an NNX object that it closes over, as BatchNorm and Dropout do in "
             f"training; replicas can only change objects that are passed to them. Call its eval(), or pass it in the "
-            f"batch."
+            f"batch; inside of jax.vmap or jax.grad, use nnx.vmap or nnx.grad."
         )
     if isinstance(error, TypeError) and "cannot reshape" in str(error) and layout.is_cut:
         error.add_note(

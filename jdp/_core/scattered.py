@@ -68,7 +68,7 @@ class Scattered(Sequence[Tree]):
             return self is other or NotImplemented
 
         __hash__ = object.__hash__
-        __array__ = __jax_array__ = _used_as_array
+        __array__ = __jax_array__ = __float__ = __int__ = _used_as_array
         __array_ufunc__ = None  # so that numpy's operators ask these, too
         __array_function__ = _used_as_array  # np.array_equal would swallow the error of __array__, and say False
         __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
@@ -77,7 +77,7 @@ class Scattered(Sequence[Tree]):
         __rmatmul__ = _used_as_array
 
         def __getattr__(self, name: str) -> Any:
-            way = _NO_ARRAY if name in _OF_ARRAYS else "it has rows, sizes and devices. Use these."
+            way = _NO_ARRAY if name in _OF_ARRAYS else "it has rows, sizes and devices, and lies on the devices already. Use these."
             raise AttributeError(f"jdp.Scattered: it has no attribute {name!r}; {way}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
@@ -154,8 +154,8 @@ class Scattered(Sequence[Tree]):
 
 _OF_ARRAYS = {*"shape ndim dtype size T astype reshape ravel sum mean max min argmax argmin tolist item".split()}
 _NO_ARRAY = (
-    "it is a sequence, with one tree for each replica. Pass it to a call of jdp as it is, or compute with the rows of "
-    "the batch, jdp.gather(x)."
+    "it is a sequence, with one tree for each replica. Pass it to a call of jdp as it is, compute with the rows of the "
+    "batch, jdp.gather(x), or ask for their number, x.rows."
 )
 
 

@@ -122,8 +122,7 @@ class Reader:
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
         names_axes = "axes" in eqn.params or "axis_name" in eqn.params
         if names_axes and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
-            joined = functools.reduce(either, values, CONST)
-            each = values if len(values) == len(outs) else [joined] * len(outs)
+            each = values if len(values) == len(outs) else [functools.reduce(either, values, CONST)] * len(outs)
             return [collected(eqn, v, self.at()) for v in each]
         if name == "custom_vjp_call":
             _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
@@ -207,6 +206,8 @@ class Reader:
             known = [v for v in values if v.kind == Kind.SUMMED and (v.fault is not None or v.degree not in (0, None))]
             values = known or values  # whatever the unknown summand is, it does not remove a fault of the known one
         degree, degrees = sum_degree(values), {v.degree for v in values}
+        if degree is None and any(v.kind == Kind.ROWS and (v.degree or 0) < 0 for v in values):  # divided by `b` before
+            values = [v._replace(fault=v.fault or Fault("count", self.at(), True)) for v in values]
         if degree is None and None not in degrees and all(v.kind <= Kind.SUMMED for v in values):
             if name in ("concatenate", "stack") and all(v.kind == Kind.CONST for v in values):
                 return UNKNOWN  # a shape, as in jnp.prod(jnp.array(x.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, Literal, Protocol, TypeVar
 
 import jax
@@ -36,6 +37,10 @@ from .linen import is_stateful, linen_function, mark_outputs
 from .nnx import filters_of, put_nodes, take_nodes, with_nodes
 
 ModuleKind = Literal["linen", "nnx", "function"]
+
+
+training: ContextVar[Any] = ContextVar("jdp_training", default=None)
+"""The `Config` of the wrapper of an NNX module whose step is traced."""
 
 
 class Config:

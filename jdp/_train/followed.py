@@ -39,7 +39,7 @@ _FIRST = {
     "number": "Compute that number before the step and pass it in the batch as a 0-d array, or ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "part": "Multiply by a mask that comes with the batch, and return jdp.Mean(total, mask.sum()), or ",
-    "count": "Pass the positions of the rows with the batch (np.arange(len(x)), which is cut like the rows), or ",
+    "count": "Pass the number of all rows with the batch, as a 0-d array, or their positions (np.arange(len(x))), or ",
     "added": "Leave the collective out, or ",
     "ratio": "Return jdp.Mean(total, count), whose totals and counts are added up before the division, or ",
 }

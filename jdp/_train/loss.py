@@ -179,7 +179,7 @@ def called(verb: str, criterion: Any, *args: Any) -> Any:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if any("in criterion" in note for note in getattr(error, "__notes__", ())):
             raise
-        others = {1: "", 2: " and the whole batch"}.get(len(args), f" and the {len(args) - 1} arguments of the batch")
+        others = {1: "", 2: f" and the whole batch{', a tuple' * (type(args[-1]) is tuple)}"}.get(len(args), f" and the {len(args) - 1} arguments of the batch")
         rows = f"which gets the outputs of all rows{others}"
         error.add_note(f"Caught {type(error).__name__} in criterion {name}, {rows}.")
         explain_values(error, f"jdp.{verb}: criterion {name}")
@@ -204,7 +204,13 @@ def checked_scalar(loss: Any, verb: str) -> Any:
 
 
 def checked_criterion(criterion: Any, verb: str) -> Criterion | None:
-    """Returns the criterion; raises a `TypeError` if it is a class, or cannot be called."""
+    """Returns the criterion; raises a `TypeError` if it is a class or torch's, or cannot be called."""
+    if type(criterion).__module__.startswith("torch.") or getattr(criterion, "__module__", "") == "torch.nn.functional":
+        raise TypeError(
+            f"jdp.{verb}: criterion is torch's {getattr(criterion, '__name__', type(criterion).__name__)}; it computes "
+            f"with torch's tensors, and jdp runs JAX's programs. Pass a function of optax's losses: lambda outputs, "
+            f"batch: optax.softmax_cross_entropy_with_integer_labels(outputs, batch[1]).mean()."
+        )
     if criterion is None or callable(criterion) and not isinstance(criterion, type):
         return criterion
     what = f"the class {criterion.__name__}" if isinstance(criterion, type) else f"a {type(criterion).__name__}"

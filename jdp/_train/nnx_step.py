@@ -20,7 +20,7 @@ from .._core.programs import are_freed
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
 from .._jax.private import trace_state_clean
-from .._model.config import Wrapper
+from .._model.config import Wrapper, training
 from .._model.nnx import own_values, take_nodes
 from .._page import Page, in_notebook
 from .check import LossCheck, checked
@@ -87,8 +87,12 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             return view(state[0])
 
         def two(model: Any, batch: Tree) -> Any:
-            with rows_explained(batch):
-                out = loss_fn(model, batch)
+            token = training.set(dp._config)
+            try:
+                with rows_explained(batch):
+                    out = loss_fn(model, batch)
+            finally:
+                training.reset(token)
             if criterion is not None:
                 return out
             loss, metrics, _ = results_of(out, options.reserved, FORMS[:2])

@@ -21,7 +21,7 @@ from .._core.replicate import broadcast, refuse_freed_in, sharded
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
-from .._model.config import Config, kind_of
+from .._model.config import Config, kind_of, training
 from .._page import Page, in_bytes, in_notebook
 from .._train.parallel import parallel
 from .._train.train_step import train_step
@@ -55,6 +55,12 @@ _NO_INIT = (
 _NO_PARAMS = (
     "jdp.DataParallel: dp() is called without the parameters, which are its first argument; a wrapper of a function or "
     "of a Linen module holds none. Call dp(params, *args); with Linen dp(variables, *args)."
+)
+
+_NOT_TRAINED = (
+    "jdp.DataParallel: the loss of dp.train_step calls dp itself, whose parameters are constants there, so that nothing "
+    "would be trained. Call the model that the loss is given: lambda model, batch: model(x). For outputs without a "
+    "gradient: jax.lax.stop_gradient(model(x))."
 )
 
 
@@ -238,6 +244,8 @@ class DataParallel(nnx.Module, Generic[M]):
                 raise TypeError(_NO_PARAMS)
             return self.apply(*args, **kwargs)
         if in_replica() or is_tabulated(self):
+            if training.get() is self._config:
+                raise TypeError(_NOT_TRAINED)
             return cast(Any, self.module)(*args, **kwargs)
         with _nnx.sorted_captures(self.module):
             return run_nnx(self, args, kwargs)

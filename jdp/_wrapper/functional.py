@@ -56,7 +56,11 @@ def data_parallel(
     if isinstance(batch, Scattered) and type(batch._layout.fill(batch._arrays)) is tuple:
         arguments = children(batch)
     devices = named_once("data_parallel", devices, device_ids)
-    kind_of(apply_fn, "data_parallel")
+    if kind_of(apply_fn, "data_parallel") == "nnx":
+        raise TypeError(
+            f"jdp.data_parallel: apply_fn is an NNX module, a {type(apply_fn).__name__}; it holds its own parameters, "
+            f"so there is no params to pass. Call jdp.DataParallel(model, devices)(*batch)."
+        )
     key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
     refuse_alone("data_parallel", key[0])
     linen_module = module_of(apply_fn)

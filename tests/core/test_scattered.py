@@ -200,5 +200,10 @@ def test_it_is_no_array(refused, devices, what, count):
 def test_what_is_asked_of_an_array(refused, s):
     with refused(AttributeError, "Scattered", r"it has no attribute 'shape'; it is a sequence.*jdp\.gather\(x\)"):
         s.shape  # noqa: B018
+    with refused(AttributeError, "Scattered", r"'size'; .*ask for their number, x\.rows"):
+        s.size  # noqa: B018
+    for number in (float, int):
+        with refused(TypeError, "Scattered", "used as an array"):
+            number(s)
     assert not hasattr(s, "dtype") and not hasattr(s, "something_else")
     assert s == s and s is not None and s != "text" and s in [None, s] and len({s, s}) == 1

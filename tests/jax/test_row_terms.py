@@ -982,6 +982,10 @@ REFUSED = {
         barlow,
         twice,
     ],
+    "count": [
+        lambda x, z: (x + 5.0 * jax.grad(lambda v: jnp.tanh(v).mean())(z)).mean(),
+        lambda x: ((jax.grad(lambda v: (v**2).mean())(x) - 1) ** 2).mean(),
+    ],
     "number": [
         lambda e, o: jax.nn.softplus(e - jnp.tile(o.mean(), e.shape[0])).mean(),
         ppo,

@@ -825,6 +825,19 @@ def test_a_criterion_that_cannot_be_called(criterion, refused):
         wrapper(2).train_step(of_batch, SGD, criterion=criterion)
 
 
+class CrossEntropyLoss:
+    def __call__(self, outputs, targets):
+        raise AssertionError
+
+
+CrossEntropyLoss.__module__ = "torch.nn.modules.loss"
+
+
+def test_a_criterion_of_torch(refused):
+    with refused(TypeError, "train_step", "criterion is torch's CrossEntropyLoss; .*optax"):
+        wrapper(2).train_step(of_batch, SGD, criterion=CrossEntropyLoss())
+
+
 def test_no_rows(refused):
     with refused(ValueError, "value_and_grad", "0 rows"):
         wrapper(2).value_and_grad(forward, criterion=criterion)(PARAMS, *batch(0))

@@ -524,6 +524,22 @@ def test_a_model_that_has_changed_since_its_optimizer_was_made(change, refused):
         step(INPUTS)
 
 
+def test_a_loss_that_calls_its_wrapper_would_train_nothing():
+    dp = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), devices=range(2))
+    teacher = jdp.DataParallel(nnx.Linear(3, 1, rngs=nnx.Rngs(1)), devices=range(2))
+    x = np.ones((8, 3), np.float32)
+    for step in (
+        dp.train_step(lambda model, x: (dp(x) ** 2).mean(), optax.sgd(0.1)),
+        dp.train_step(lambda model, x: dp(x), optax.sgd(0.1), criterion=lambda out, x: (out**2).mean()),
+    ):
+        with pytest.raises(TypeError, match="calls dp itself, whose parameters are constants.*model\\(x\\)"):
+            step(x)
+    expected = ((dp.module(x) - teacher.module(x)) ** 2).mean()
+    step = dp.train_step(lambda model, x: ((model(x) - teacher(x)) ** 2).mean(), optax.sgd(0.1))
+    np.testing.assert_allclose(step(x)["loss"], expected, rtol=1e-5)
+    assert dp(x).shape == (8, 1)
+
+
 @pytest.mark.parametrize(
     ("key", "says"), [("kernel", True), ("other", False), (["kernel"], False), (np.ones(2), False)]
 )
@@ -548,7 +564,7 @@ def test_a_criterion_with_the_arguments_of_torch_is_told_of_the_batch():
     )
     with pytest.raises(TypeError) as error:
         step(step.init({"params": np.ones((3, 2), np.float32)}), (np.ones((8, 3), np.float32), np.zeros(8, np.int32)))
-    assert any("gets the outputs of all rows and the whole batch" in note for note in error.value.__notes__)
+    assert any("gets the outputs of all rows and the whole batch, a tuple." in note for note in error.value.__notes__)
 
 
 ITSELF = {"a number": lambda e: e.mean(), "a Mean": lambda e: jdp.Mean(e.sum(), e.shape[0])}
@@ -570,8 +586,8 @@ def test_the_loss_itself_may_be_among_the_metrics(form):
 
 
 WAYS = {
-    "places": (lambda e: (e - jnp.arange(len(e))).mean(), r"positions.*iota.*Pass the positions of the rows"),
-    "linspace": (lambda e: (e - jnp.linspace(0, 1, e.shape[0])).mean(), "Pass the positions of the rows"),
+    "places": (lambda e: (e - jnp.arange(len(e))).mean(), r"positions.*iota.*Pass the number of all rows"),
+    "linspace": (lambda e: (e - jnp.linspace(0, 1, e.shape[0])).mean(), "Pass the number of all rows"),
     "all but the last": (lambda e: e[:-1].mean(), r"a sum over fewer or more entries than rows.*Multiply by a mask"),
     "a sum": (lambda e: e.sum(), r"not divided by their number.*Return jdp\.Sum\(total\)"),
     "a column": (

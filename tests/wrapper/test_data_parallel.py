@@ -1036,6 +1036,22 @@ def test_a_scatter_as_in_torch_may_return_lists(pieces):
     assert {b - a for a, b in pieces} == {shape[0] for shape in sizes}
 
 
+def test_an_nnx_module_has_no_params_to_pass(refused):
+    model, x = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), np.ones((4, 3), np.float32)
+    for apply_fn in (model, jdp.DataParallel(model, devices=range(2))):
+        for batch in (x, None, [0, 1]):
+            with refused(TypeError, "data_parallel", r"an NNX module, .*Call jdp\.DataParallel\(model, devices\)"):
+                jdp.data_parallel(apply_fn, x, batch)
+
+
+def test_a_keyword_argument_that_cannot_be_cut_goes_by_position(refused):
+    dp = jdp.DataParallel(lambda p, x, mask=None: x * p * mask, devices=range(2), in_axes=(0, None))
+    x, mask = np.ones((10, 8), np.float32), np.ones((1, 8), np.float32)
+    with refused(ValueError, "DataParallel", r"in_axes holds for positional arguments alone\. Pass .* by position"):
+        jdp.DataParallel(dp.module, devices=range(2))(np.float32(2), x, mask=mask)
+    np.testing.assert_array_equal(dp(np.float32(2), x, mask), 2 * x)
+
+
 def test_lists_of_a_scatter_that_do_not_fit_are_refused():
     class Mine(jdp.DataParallel):
         def scatter(self, inputs, kwargs, devices):
