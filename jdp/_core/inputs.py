@@ -259,7 +259,8 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
             _refuse_legacy_keys((cut[0], other), verb, name)
             raise ValueError(
                 f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
-                f"{other[1]}); all arrays that are cut must agree. Pass equal rows{_or_axes(verb, max(name(index), name(other[2])))}."
+                f"{other[1]}); all arrays that are cut must agree. "
+                f"Pass equal rows{_or_axes(verb, max(name(index), name(other[2])))}."
             )
     return rows
 

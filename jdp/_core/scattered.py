@@ -77,7 +77,7 @@ class Scattered(Sequence[Tree]):
         __rmatmul__ = _used_as_array
 
         def __getattr__(self, name: str) -> Any:
-            way = _NO_ARRAY if name in _OF_ARRAYS else "it has rows, sizes and devices, and lies on the devices already. Use these."
+            way = _NO_ARRAY if name in _OF_ARRAYS else "it lies on devices, and has rows, sizes and devices."
             raise AttributeError(f"jdp.Scattered: it has no attribute {name!r}; {way}", name=name, obj=self)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:

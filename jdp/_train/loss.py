@@ -179,7 +179,10 @@ def called(verb: str, criterion: Any, *args: Any) -> Any:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if any("in criterion" in note for note in getattr(error, "__notes__", ())):
             raise
-        others = {1: "", 2: f" and the whole batch{', a tuple' * (type(args[-1]) is tuple)}"}.get(len(args), f" and the {len(args) - 1} arguments of the batch")
+        a_tuple = ", a tuple" if type(args[-1]) is tuple else ""
+        others = {1: "", 2: f" and the whole batch{a_tuple}"}.get(
+            len(args), f" and the {len(args) - 1} arguments of the batch"
+        )
         rows = f"which gets the outputs of all rows{others}"
         error.add_note(f"Caught {type(error).__name__} in criterion {name}, {rows}.")
         explain_values(error, f"jdp.{verb}: criterion {name}")

@@ -58,9 +58,9 @@ _NO_PARAMS = (
 )
 
 _NOT_TRAINED = (
-    "jdp.DataParallel: the loss of dp.train_step calls dp itself, whose parameters are constants there, so that nothing "
-    "would be trained. Call the model that the loss is given: lambda model, batch: model(x). For outputs without a "
-    "gradient: jax.lax.stop_gradient(model(x))."
+    "jdp.DataParallel: the loss of dp.train_step calls dp itself, whose parameters are constants there; nothing is "
+    "trained. Call the model that the loss is given, lambda model, batch: model(x), and for outputs without a gradient "
+    "jax.lax.stop_gradient(model(x))."
 )
 
 

@@ -866,6 +866,8 @@ REFUSED = {
         lambda e: (e[: e.shape[0] // 2] ** 2).mean() + jnp.abs(e[e.shape[0] // 2 :]).mean(),
     ],
     "count": [
+        lambda x, z: (x + 5.0 * jax.grad(lambda v: jnp.tanh(v).mean())(z)).mean(),
+        lambda x: ((jax.grad(lambda v: (v**2).mean())(x) - 1) ** 2).mean(),
         lambda e, m: jnp.where((jnp.arange(e.shape[0]) < 5) & m, e, 0.0).mean(),
         lambda e: jnp.where(~(jnp.arange(e.shape[0]) < 4), e, 0.0).mean(),
         lambda e: (e * jnp.sign(jnp.arange(e.shape[0]) - 4)).mean(),
@@ -981,10 +983,6 @@ REFUSED = {
         in_a_jit,
         barlow,
         twice,
-    ],
-    "count": [
-        lambda x, z: (x + 5.0 * jax.grad(lambda v: jnp.tanh(v).mean())(z)).mean(),
-        lambda x: ((jax.grad(lambda v: (v**2).mean())(x) - 1) ** 2).mean(),
     ],
     "number": [
         lambda e, o: jax.nn.softplus(e - jnp.tile(o.mean(), e.shape[0])).mean(),
