@@ -317,21 +317,21 @@ class LastResults:
         """Returns True if the step returned these leaves last. Every step calls it, so no Python code runs per leaf."""
         return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
 
-    def owned(self, donates: bool) -> Callable[[Any], Any]:
-        """Returns `owned(x)`: x itself if a step has made it (the first time it comes), else a copy.
+    def owned(self, donates: bool) -> Callable[[Any, Any], Any]:
+        """Returns `owned(x, to)`: x itself if a step has made it (the first time it comes) and it lies there; or a copy.
 
-        What `owned` returns may be donated. Without `donates` it copies nothing.
+        What `owned` returns may be moved and donated. Without `donates` it copies nothing.
         """
         if not (donates and self._donates):
-            return lambda x: x
+            return lambda x, to: x
         made: set[int] | None = None  # of the arrays that steps have made
 
-        def owned(x: Any) -> Any:
+        def owned(x: Any, to: Any) -> Any:
             nonlocal made
             if made is None:  # on the first call only: a step on the state that it returned last makes none
                 with _noting:
                     made = {id(x) for step in _steps for x in step.leaves}.union(_older)
-            if id(x) in made:
+            if id(x) in made and x.sharding == to:  # what is moved from x may share its memory, and x stays
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
             if isinstance(x, np.ndarray):

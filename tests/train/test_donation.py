@@ -30,7 +30,8 @@ def loss_fn(variables, x):
 
 
 def step_of(n=2, tx=None, **options):
-    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], devices=range(n))
+    devices = range(n) if isinstance(n, int) else n
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], devices)
     return dp.train_step(loss_fn, tx or optax.adam(0.1), **options)
 
 
@@ -233,6 +234,18 @@ def test_what_a_step_without_donation_gave_is_copied_once():
     given, _ = first(mine, X)
     second(given, X)
     assert not any(freed(given)) and not any(freed(mine))
+
+
+@pytest.mark.parametrize(("first", "second"), [(range(4), [2, 3]), ([0], [0, 1])])
+def test_a_state_that_a_step_on_other_devices_takes_stays_whole(first, second):
+    """What is moved to some of the same devices may share their memory, which that step frees."""
+    first, second = step_of(first), step_of(second)
+    state, _ = first(first.init(VARIABLES), X)
+    before = copied(state)
+    second(state, X)
+    assert not any(part.data.is_deleted() for x in arrays(state) for part in x.addressable_shards)
+    after, _ = first(state, X)
+    assert int(after.step) == 2 and all(freed(state)) and not any(freed(before))
 
 
 # --- what steps made is donated, without a copy ---
