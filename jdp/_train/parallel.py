@@ -15,6 +15,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from .._core.gather import join
+from .._core.global_arrays import sharing
 from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
@@ -225,8 +226,8 @@ def _replicas(
 
 
 def _donated_once(donated: dict[int, Tree], held: Held, arrays: Sequence[Any]) -> Replicas:
-    """Copies donated arrays that are passed twice, because an array that is freed must not be another argument, too."""
-    seen = set(map(id, [*arrays, *jax.tree.leaves((held.others, held.variables))]))
+    """Copies donated arrays that are passed twice, because memory that is freed must not be another argument's, too."""
+    seen = sharing(jax.tree.leaves(donated), [*arrays, *jax.tree.leaves((held.others, held.variables))])
 
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
