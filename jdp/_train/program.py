@@ -322,7 +322,7 @@ class LastResults:
         return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
 
     def owned(self, donates: bool) -> Callable[[Any, Any], Any]:
-        """Returns `owned(x, to)`: x itself if it is there and a step has made it (the first time it comes), else a copy.
+        """Returns `owned(x, to)`: x itself if a step has made it there (the first time it comes), else a copy.
 
         What `owned` returns may be moved and donated. Without `donates` it copies nothing.
         """

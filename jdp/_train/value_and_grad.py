@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -101,10 +100,11 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    known_criterion = checked_criterion(criterion, VERB)
-    if isinstance(criterion, FunctionType) or criterion is not None and not isinstance(criterion, Hashable):
-        # Known by identity, as loss_fn is, and freed with its programs.
-        known_criterion = made_once(criterion, (VERB, "criterion"), lambda stand_in: stand_in)
+    known_criterion, made_for = checked_criterion(criterion, VERB), None
+    if criterion is not None:
+        # Known by identity, as loss_fn is: equal ones may compute different losses. `token` is freed with the criterion.
+        known_criterion, token = made_once(criterion, (VERB, "criterion"), lambda stand_in: (stand_in, lambda: None))
+        made_for = weakref.ref(token)
     options = GradOptions(
         _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
@@ -113,7 +113,7 @@ def value_and_grad(
         wire_type(VERB, reduce_dtype),
         bool(sync_batch_norm),
         known_criterion,
-        weakref.ref(criterion) if isinstance(criterion, FunctionType) else None,
+        made_for,
     )
     config: Config = dp._config
     calls = made_once(
@@ -245,7 +245,7 @@ class GradOptions(NamedTuple):
     reduce_dtype: Any
     sync_batch_norm: bool
     criterion: Any
-    made_for: weakref.ref[Any] | None  # the criterion, if it is a function; programs for it are freed with it
+    made_for: weakref.ref[Any] | None  # what is freed with the criterion, so that its programs are, too
 
 
 def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:
