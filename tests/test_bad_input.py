@@ -550,6 +550,22 @@ def test_labels_as_a_list_of_python_numbers():
             FN(WEIGHT, *batch)
 
 
+def test_labels_as_a_tuple_of_numpys_numbers():
+    n, numbers = len(ROWS), (*np.ones(len(ROWS), np.float32),)
+    with refused(TypeError, rf"args\[1\] is a tuple of {n} 0-d arrays, as many as.*jnp\.asarray", keep=(ROWS,)):
+        FN(WEIGHT, ROWS, numbers)
+
+
+def test_numbers_that_are_no_labels():
+    """As many as there are rows: a size, the arguments themselves, keys, and what is replicated by `in_axes`."""
+    w, x, one = np.float32(1), np.ones(2, np.float32), np.float32(1)
+    dp = jdp.DataParallel(lambda w, *args, x: x * w + 0 * len(args), devices=range(2))
+    for args in (((4, 4),), (one, 2.0), ((jax.random.key(0), jax.random.key(1)),)):
+        np.testing.assert_array_equal(dp(w, *args, x=x), x)
+    dp = jdp.DataParallel(lambda w, x, args: x * w + 0 * len(args), devices=range(2), in_axes=(0, None))
+    np.testing.assert_array_equal(dp(w, x, [one, one]), x)
+
+
 @pytest.mark.parametrize("method", ["train", "eval"])
 def test_a_mode_for_a_linen_module(method):
     with refused(TypeError, rf"{method}\(\) sets the mode of an NNX module.*train=", keep=()):

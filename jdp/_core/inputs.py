@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .layout import as_int
+from .layout import as_int, is_key
 from .scattered import is_scattered
 
 ARRAYS = (np.ndarray, jax.Array, np.generic)
@@ -287,27 +287,42 @@ def _or_axes(verb: str, name: str) -> str:
 
 
 def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
-    """Raises a `TypeError` for rows as a list of Python numbers: each number would be replicated.
+    """Raises a `TypeError` for rows as a list or tuple of numbers, or of 0-d arrays: each would be replicated.
 
     `rows` is None if nothing is cut. Then any list of numbers in a batch counts as rows, but none among a call's
-    arguments does.
+    arguments does. A tuple of Python numbers among these may be a size.
     """
     is_batch = isinstance(root, str)
+    tops = () if is_batch else (inputs, *inputs)
+
+    def are_of_python(x: Any) -> bool:
+        return all(isinstance(v, bool | int | float) for v in x)
 
     def are_rows(x: Any) -> bool:
-        if type(x) is not list or len(x) < 2 or len(x) != rows and not (rows is None and is_batch):
+        if type(x) not in (list, tuple) or len(x) < 2 or any(x is top for top in tops):
+            return False
+        if len(x) != rows and not (rows is None and is_batch and type(x) is list):
             return False
         inside = jax.tree.leaves(x) if is_batch else x
-        return bool(inside) and all(isinstance(v, bool | int | float) for v in inside)
+        if type(x) is tuple and not is_batch and are_of_python(inside):
+            return False
+        return bool(inside) and all(isinstance(v, bool | int | float) or _is_number(v) for v in inside)
 
     for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: are_rows(x) or no_further(x)):
         if are_rows(x):
             many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
-            of = "" if isinstance(x[0], bool | int | float) else f"{type(x[0]).__name__}s of "
+            of = f"{type(x[0]).__name__}s of " if isinstance(x[0], NESTED) else ""
+            what, also, way = "0-d arrays", "", "jnp"
+            if are_of_python(jax.tree.leaves(x)):
+                what, also, way = "Python numbers", ", and each new value compile again", "np"
             raise TypeError(
-                f"jdp.{verb}: {_called(root, path)} is a list of {len(x)} {of}Python numbers, {many}; each would be "
-                f"replicated, and each new value compile again. Pass np.asarray(x), which is cut."
+                f"jdp.{verb}: {_called(root, path)} is a {type(x).__name__} of {len(x)} {of}{what}, {many}; each would "
+                f"be replicated{also}. Pass {way}.asarray(x), which is cut."
             )
+
+
+def _is_number(x: Any) -> bool:
+    return is_array(x) and not x.ndim and not is_key(x)
 
 
 def refuse_loader(batch: Any, verb: str) -> None:

@@ -166,9 +166,11 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     sizes = _chunk_rows(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
+    # A 0-d array that the user wants to be replicated is no row.
+    rows = [x if a is not None or not hasattr(x, "dtype") else "" for x, a in zip(leaves, axes, strict=True)]
     layout = Layout(treedef, given, sizes, mesh, how.dim, how.per_device)
     if how.verb != "scatter":
-        refuse_rows_of_numbers(inputs, sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
+        refuse_rows_of_numbers(treedef.unflatten(rows), sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout
     return Prepared(arrays, layout, outline)

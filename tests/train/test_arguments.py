@@ -442,6 +442,9 @@ NO_BATCH = {
     "rows of numbers": (X.tolist, r"batch is a list of 24 lists of Python numbers.*np\.asarray"),
     "lists of numbers": (lambda: {"x": [1.0, 2.0]}, r"batch\['x'\] is a list of 2 Python numbers.*np\.asarray"),
     "labels": (lambda: (X, [0] * 24), r"batch\[1\] is a list of 24 Python numbers, as many as.*np\.asarray"),
+    "a tuple of labels": (lambda: (X, (0,) * 24), r"batch\[1\] is a tuple of 24 Python numbers, as many as"),
+    "numpy's numbers": (lambda: (X, list(X[:, 0])), r"batch\[1\] is a list of 24 0-d arrays, as many as.*jnp\.asarray"),
+    "jax's numbers": (lambda: (X, (*jnp.array(X[:, 0]),)), r"batch\[1\] is a tuple of 24 0-d arrays, as many as"),
 }
 
 
