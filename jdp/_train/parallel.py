@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -112,9 +113,9 @@ def parallel(
         raise TypeError(f"jdp.{VERB}: step_fn is a {type(step_fn).__name__}; it is called. Pass a function.")
     static = _checked_positions("static_broadcasted_argnums", static_broadcasted_argnums)
     donated = _checked_positions("donate_argnums", donate_argnums)
+    in_axes, out_axes = copy.deepcopy((in_axes, out_axes))  # the caller may change a list later
     config: Config = dp._config
-    axis_name = axis_name or config.axis_name
-    mesh = _mesh_over(config, axis_name)
+    mesh = _mesh_over(config, axis_name or config.axis_name)
     label = getattr(step_fn, "__name__", type(step_fn).__name__)
     reduce_state, dim = config.reduce_state, config.dim  # copied, because a program must not keep the config alive
 
@@ -123,7 +124,7 @@ def parallel(
         return ReplicaProgram(run, donates=bool(donated))
 
     options = repr((in_axes, out_axes, static, donated))
-    program = made_once(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
+    program = made_once(step_fn, (VERB, weakref.ref(config), mesh.axis_name, options), make)
     alone = threading.RLock() if donated else nullcontext()  # another thread may pass, and free, the same arrays
 
     @outside_of_mesh

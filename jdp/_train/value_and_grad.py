@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -102,7 +103,7 @@ def value_and_grad(
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     known_criterion, made_for = checked_criterion(criterion, VERB), None
     if criterion is not None:
-        # Known by identity, as loss_fn is: equal ones may compute different losses. `token` is freed with the criterion.
+        # Known by identity, as loss_fn is: equal ones may compute different losses. The token is freed with it.
         known_criterion, token = made_once(criterion, (VERB, "criterion"), lambda stand_in: (stand_in, lambda: None))
         made_for = weakref.ref(token)
     options = GradOptions(
@@ -116,6 +117,7 @@ def value_and_grad(
         made_for,
     )
     config: Config = dp._config
+    in_axes = copy.deepcopy(in_axes)  # the caller may change a list later
     calls = made_once(
         loss_fn, (VERB, "calls", weakref.ref(config), options.made_for, options, repr(in_axes)), lambda _: Calls()
     )
