@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -399,6 +400,18 @@ def test_legacy_keys_among_the_inputs():
         with refused(TypeError, r"jax\.random\.key", keep=(ROWS, key)):
             call()
     assert FN(WEIGHT, np.arange(2, dtype=np.uint32)[:, None]).shape == (2, 1)  # rows of uint32 are rows
+
+
+def test_legacy_keys_that_in_axes_would_replicate():
+    """All replicas would draw the same numbers; a typed key is folded with the replica's index."""
+    key, noisy = jax.random.PRNGKey(0), lambda w, x, k: x * w + jax.random.uniform(k, x.shape)
+    dp = jdp.DataParallel(noisy, range(4), in_axes=(0, None))
+    with refused(TypeError, r"args\[1\] is a uint32\[2\] array, a legacy PRNG key.*the same on all", keep=(ROWS, key)):
+        dp(np.float32(1), ROWS[:4, 0], key)
+    step = dp.train_step(lambda v, b: noisy(v["params"], *b).mean(), optax.sgd(0.1), in_axes=(0, None))
+    with refused(TypeError, r"train_step: batch\[1\] is a uint32\[2\] array", keep=(ROWS, key)):
+        step(step.init({"params": np.float32(1)}), (ROWS, key))
+    assert len(np.unique(dp(np.float32(0), np.zeros(4, np.float32), jax.random.key(0)))) == 4
 
 
 # --- outputs ---

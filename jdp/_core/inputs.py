@@ -245,7 +245,8 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
 def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
     """Returns the number of rows that all cut arrays (array, axis, index) agree on."""
     if verb != "scatter":  # in an argument it is a key; in a tree that is only scattered it may be two rows
-        _refuse_legacy_keys(cut, verb, name)
+        for x, _, i in cut:
+            refuse_legacy_key(x, verb, lambda i=i: name(i))
     first, axis, index = cut[0]
     rows = first.shape[axis]
     if not isinstance(rows, int):
@@ -256,7 +257,8 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
     for other in cut[1:]:
         found = other[0].shape[other[1]]
         if found != rows:
-            _refuse_legacy_keys((cut[0], other), verb, name)
+            for x, _, i in (cut[0], other):
+                refuse_legacy_key(x, verb, lambda i=i: name(i))
             raise ValueError(
                 f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
                 f"{other[1]}); all arrays that are cut must agree. Pass equal rows{_or_axes(verb, name(index))}."
@@ -264,15 +266,14 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
     return rows
 
 
-def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> None:
+def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "be cut into its two words") -> None:
     """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
-    for x, _, i in cut:
-        if x.shape == (2,) and x.dtype == np.uint32:
-            raise TypeError(
-                f"jdp.{verb}: {name(i)} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
-                f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is two rows of "
-                f"data, cast it to another dtype, such as int32."
-            )
+    if x.shape == (2,) and x.dtype == np.uint32:
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a uint32[2] array, a legacy PRNG key; it would {why}. "
+            f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is no key, cast it to "
+            f"another dtype, such as int32."
+        )
 
 
 def _or_axes(verb: str, name: str) -> str:

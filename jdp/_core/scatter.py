@@ -27,6 +27,7 @@ from .inputs import (
     normal_axis,
     paths_of,
     refuse_cut_graphs,
+    refuse_legacy_key,
     refuse_rows_of_numbers,
     refuse_wrapped,
 )
@@ -283,6 +284,7 @@ def _look(
             elif axis is STACKED:
                 spec = Stack()
             elif axis is None or not x.ndim:
+                refuse_legacy_key(x, how.verb, called, "be the same on all replicas, which fold a typed key")
                 spec = Whole()
             else:
                 spec = Cut(normal_axis(axis, x.ndim, how.verb, called), ())
