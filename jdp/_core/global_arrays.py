@@ -95,6 +95,11 @@ def own_copies(x: Any, sharding: NamedSharding) -> Any:
     return x
 
 
+def own_memory(x: Any, mesh: ReplicaMesh) -> Any:
+    """Returns a copy of a numpy array whose memory JAX would go on using, as on CPUs; anything else as it is."""
+    return x.copy() if isinstance(x, np.ndarray) and mesh.devices[0].platform == "cpu" else x
+
+
 def sharing(arrays: Sequence[Any], others: Sequence[Any]) -> set[int]:
     """Returns the ids of those arrays that share memory with one of the others, or are one of them.
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from .._jax.private import trace_state_clean
 from .agreement import Outline, begin, fail, layout_of_all, outline_of
 from .devices import Devices, names_of
-from .global_arrays import assemble, global_shapes, own_part
+from .global_arrays import assemble, global_shapes, own_memory, own_part
 from .inputs import (
     ARRAYS,
     STACKED,
@@ -279,6 +279,7 @@ def _look(
             found, x = classify(x, how.verb, called)
             if found and how.verb == "scatter":  # of a batch the program may read other columns
                 refuse_wrapped(x, how.verb, called)
+                x = own_memory(x, how.mesh)
             if not found:
                 spec = Static(x)
             elif axis is STACKED:

@@ -57,9 +57,9 @@ def parallel(
     arguments are cut along `dim`, and the other results are gathered; scalars become a vector with one entry per
     replica. One key per replica (`jax.random.split(key, n)`) is distributed as by pmap (each of several processes
     passes one key for each of its own replicas: fold in `jax.process_index()` first); a single key is folded with
-    the replica's index. NNX objects among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in
-    place. Arguments that are `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) keep their
-    chunks.
+    the replica's index, unless `in_axes` has None for it: then all replicas get the same key, as in pmap. NNX objects
+    among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in place. Arguments that are
+    `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) keep their chunks.
 
     The step's own `lax.pmean(..., axis_name)` makes replicas agree. State that still differs between replicas was
     computed from each replica's own rows. If the loss, a metric or other state depends on it, it is trained, and the
@@ -86,8 +86,8 @@ def parallel(
         static_broadcasted_argnums: positions of arguments that are part of the program, as in `jax.pmap`; the first
             of the others is the state.
         donate_argnums: positions of replicated arguments whose arrays are freed, as in `jax.pmap`. Arrays that are not
-            on every device yet are copied there, and the originals stay. Arrays that are cut, and those that NNX
-            objects hold, are never freed.
+            on every device yet are copied there, and the originals stay; what `jdp.replicate` has put there may share
+            memory with its original. Arrays that are cut, and those that NNX objects hold, are never freed.
 
     Raises:
         ValueError: chunks are uneven, and the step runs collectives; state is trained on one replica's rows;
