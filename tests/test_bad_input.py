@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -401,6 +402,18 @@ def test_legacy_keys_among_the_inputs():
     assert FN(WEIGHT, np.arange(2, dtype=np.uint32)[:, None]).shape == (2, 1)  # rows of uint32 are rows
 
 
+def test_legacy_keys_that_in_axes_would_replicate():
+    """All replicas would draw the same numbers; a typed key is folded with the replica's index."""
+    key, noisy = jax.random.PRNGKey(0), lambda w, x, k: x * w + jax.random.uniform(k, x.shape)
+    dp = jdp.DataParallel(noisy, range(4), in_axes=(0, None))
+    with refused(TypeError, r"args\[1\] is a uint32\[2\] array, a legacy PRNG key.*the same on all", keep=(ROWS, key)):
+        dp(np.float32(1), ROWS[:4, 0], key)
+    step = dp.train_step(lambda v, b: noisy(v["params"], *b).mean(), optax.sgd(0.1), in_axes=(0, None))
+    with refused(TypeError, r"train_step: batch\[1\] is a uint32\[2\] array", keep=(ROWS, key)):
+        step(step.init({"params": np.float32(1)}), (ROWS, key))
+    assert len(np.unique(dp(np.float32(0), np.zeros(4, np.float32), jax.random.key(0)))) == 4
+
+
 # --- outputs ---
 
 
@@ -548,6 +561,22 @@ def test_labels_as_a_list_of_python_numbers():
     for batch, name in (((ROWS, [1] * n), r"args\[1\]"), (({"x": ROWS, "y": [0.5] * n},), r"args\[0\]\['y'\]")):
         with refused(TypeError, rf"{name} is a list of {len(ROWS)} Python numbers.*np\.asarray", keep=(ROWS,)):
             FN(WEIGHT, *batch)
+
+
+def test_labels_as_a_tuple_of_numpys_numbers():
+    n, numbers = len(ROWS), (*np.ones(len(ROWS), np.float32),)
+    with refused(TypeError, rf"args\[1\] is a tuple of {n} 0-d arrays, as many as.*jnp\.asarray", keep=(ROWS,)):
+        FN(WEIGHT, ROWS, numbers)
+
+
+def test_numbers_that_are_no_labels():
+    """As many as there are rows: a size, the arguments themselves, keys, and what is replicated by `in_axes`."""
+    w, x, one = np.float32(1), np.ones(2, np.float32), np.float32(1)
+    dp = jdp.DataParallel(lambda w, *args, x: x * w + 0 * len(args), devices=range(2))
+    for args in (((4, 4),), (one, 2.0), ((jax.random.key(0), jax.random.key(1)),)):
+        np.testing.assert_array_equal(dp(w, *args, x=x), x)
+    dp = jdp.DataParallel(lambda w, x, args: x * w + 0 * len(args), devices=range(2), in_axes=(0, None))
+    np.testing.assert_array_equal(dp(w, x, [one, one]), x)
 
 
 @pytest.mark.parametrize("method", ["train", "eval"])

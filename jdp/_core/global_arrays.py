@@ -95,6 +95,32 @@ def own_copies(x: Any, sharding: NamedSharding) -> Any:
     return x
 
 
+def own_memory(x: Any, mesh: ReplicaMesh) -> Any:
+    """Returns a copy of a numpy array whose memory JAX would go on using, as on CPUs; anything else as it is."""
+    return x.copy() if isinstance(x, np.ndarray) and mesh.devices[0].platform == "cpu" else x
+
+
+def sharing(arrays: Sequence[Any], others: Sequence[Any]) -> set[int]:
+    """Returns the ids of those arrays that share memory with one of the others, or are one of them.
+
+    `jax.device_put` returns another object for the same memory, if only the sharding is another one.
+    """
+    others = [x for x in others if _has_memory(x)]
+    shapes = {x.shape for x in others}
+    alike = [x for x in arrays if getattr(x, "shape", None) in shapes and _has_memory(x)] if shapes else []
+    shapes = {x.shape for x in alike}
+    taken = {part for x in others if x.shape in shapes for part in _memory(x)}
+    return {id(x) for x in alike if not taken.isdisjoint(_memory(x))}
+
+
+def _has_memory(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _memory(x: Any) -> list[Any]:
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards]
+
+
 def _own_devices(mesh: Mesh) -> Mesh:
     """Returns a mesh, of one axis, of this process's devices among those of the mesh."""
     return Mesh(np.array([d for d in mesh.devices.flat if d.process_index == jax.process_index()]), ("own",))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .layout import as_int
+from .layout import as_int, is_key
 from .scattered import is_scattered
 
 ARRAYS = (np.ndarray, jax.Array, np.generic)
@@ -245,7 +245,8 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
 def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> int:
     """Returns the number of rows that all cut arrays (array, axis, index) agree on."""
     if verb != "scatter":  # in an argument it is a key; in a tree that is only scattered it may be two rows
-        _refuse_legacy_keys(cut, verb, name)
+        for x, _, i in cut:
+            refuse_legacy_key(x, verb, lambda i=i: name(i))
     first, axis, index = cut[0]
     rows = first.shape[axis]
     if not isinstance(rows, int):
@@ -256,7 +257,8 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
     for other in cut[1:]:
         found = other[0].shape[other[1]]
         if found != rows:
-            _refuse_legacy_keys((cut[0], other), verb, name)
+            for x, _, i in (cut[0], other):
+                refuse_legacy_key(x, verb, lambda i=i: name(i))
             raise ValueError(
                 f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
                 f"{other[1]}); all arrays that are cut must agree. "
@@ -265,15 +267,14 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
     return rows
 
 
-def _refuse_legacy_keys(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[int], str]) -> None:
+def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "be cut into its two words") -> None:
     """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
-    for x, _, i in cut:
-        if x.shape == (2,) and x.dtype == np.uint32:
-            raise TypeError(
-                f"jdp.{verb}: {name(i)} is a uint32[2] array, a legacy PRNG key; it would be cut into its two words. "
-                f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is two rows of "
-                f"data, cast it to another dtype, such as int32."
-            )
+    if x.shape == (2,) and x.dtype == np.uint32:
+        raise TypeError(
+            f"jdp.{verb}: {name()} is a uint32[2] array, a legacy PRNG key; it would {why}. "
+            f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is no key, cast it to "
+            f"another dtype, such as int32."
+        )
 
 
 def _or_axes(verb: str, name: str) -> str:
@@ -293,27 +294,42 @@ def _or_axes(verb: str, name: str) -> str:
 
 
 def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str | tuple[str, ...]) -> None:
-    """Raises a `TypeError` for rows as a list of Python numbers: each number would be replicated.
+    """Raises a `TypeError` for rows as a list or tuple of numbers, or of 0-d arrays: each would be replicated.
 
     `rows` is None if nothing is cut. Then any list of numbers in a batch counts as rows, but none among a call's
-    arguments does.
+    arguments does. A tuple of Python numbers among these may be a size.
     """
     is_batch = isinstance(root, str)
+    tops = () if is_batch else (inputs, *inputs)
+
+    def are_of_python(x: Any) -> bool:
+        return all(isinstance(v, bool | int | float) for v in x)
 
     def are_rows(x: Any) -> bool:
-        if type(x) is not list or len(x) < 2 or len(x) != rows and not (rows is None and is_batch):
+        if type(x) not in (list, tuple) or len(x) < 2 or any(x is top for top in tops):
+            return False
+        if len(x) != rows and not (rows is None and is_batch and type(x) is list):
             return False
         inside = jax.tree.leaves(x) if is_batch else x
-        return bool(inside) and all(isinstance(v, bool | int | float) for v in inside)
+        if type(x) is tuple and not is_batch and are_of_python(inside):
+            return False
+        return bool(inside) and all(isinstance(v, bool | int | float) or _is_number(v) for v in inside)
 
     for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: are_rows(x) or no_further(x)):
         if are_rows(x):
             many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
-            of = "" if isinstance(x[0], bool | int | float) else f"{type(x[0]).__name__}s of "
+            of = f"{type(x[0]).__name__}s of " if isinstance(x[0], NESTED) else ""
+            what, also, way = "0-d arrays", "", "jnp"
+            if are_of_python(jax.tree.leaves(x)):
+                what, also, way = "Python numbers", ", and each new value compile again", "np"
             raise TypeError(
-                f"jdp.{verb}: {_called(root, path)} is a list of {len(x)} {of}Python numbers, {many}; each would be "
-                f"replicated, and each new value compile again. Pass np.asarray(x), which is cut."
+                f"jdp.{verb}: {_called(root, path)} is a {type(x).__name__} of {len(x)} {of}{what}, {many}; each would "
+                f"be replicated{also}. Pass {way}.asarray(x), which is cut."
             )
+
+
+def _is_number(x: Any) -> bool:
+    return is_array(x) and not x.ndim and not is_key(x)
 
 
 def refuse_loader(batch: Any, verb: str) -> None:

@@ -218,10 +218,11 @@ class Outputs:
         is_same = rule.reduce == "same" and (rule.old is not None or len(layout.used) == len(layout.devices))
         if is_same or rule.reduce == "sum" or layout.mesh.size == 1:
             return x
-        if layout.mesh.sums_in_32_bits and x.dtype in HALVES:
+        is_mean = self.is_mean(x, rule)
+        if layout.mesh.sums_in_32_bits and x.dtype in HALVES or is_mean and jnp.finfo(x.dtype).bits < 32:
             return self._one_for_all(x.astype(jnp.float32), rule, index).astype(x.dtype)
         rows = np.array(layout.by_device, float)
-        if self.is_mean(x, rule):
+        if is_mean:
             if (rows == rows[0]).all():
                 return jax.lax.pmean(x, axis_name)
             mine = jnp.asarray(rows / rows.sum(), jnp.finfo(x.dtype).dtype)[index]
@@ -301,6 +302,11 @@ def _psum(values: list[Any], mesh: ReplicaMesh) -> list[Any]:
         wide = [x.astype(jnp.float32) if x.dtype in HALVES else x for x in values]
         return [x.astype(y.dtype) for x, y in zip(jax.lax.psum(wide, mesh.axis_name), values, strict=True)]
     return jax.lax.psum(values, mesh.axis_name)
+
+
+def in_32_bits(x: Any) -> Any:
+    """Returns floats of less than 32 bits as float32; their mean in fewer would overflow or lose digits."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def divided(x: Any, by: Any) -> Any:

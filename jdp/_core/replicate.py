@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from .devices import Devices
 from .fingerprint import compare_processes
-from .global_arrays import own_copies, put, refuse_traced
+from .global_arrays import own_copies, own_memory, put, refuse_traced
 from .inputs import classify, flatten_batch, refuse_wrapped
 from .layout import Tree
 from .programs import all_lie, capturing, refuse_freed
@@ -28,9 +28,10 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
     """Puts a copy of every leaf of a pytree on every device: `params = jdp.replicate(params)`.
 
     Leaves that are there already are neither moved nor copied; if all of them are, the very same tree
-    comes back. Python scalars become 0-d arrays. Differentiable: the gradient comes back to where the
-    leaf was. Under `jax.jit` the tree passes through, because the program replicates it. With several
-    processes, all pass the same values; `dp.check_replicas` compares them.
+    comes back. A jax array on one of the devices may share its memory with the copy there, and donation of
+    one frees both; numpy arrays are copied. Python scalars become 0-d arrays. Differentiable: the gradient
+    comes back to where the leaf was. Under `jax.jit` the tree passes through, because the program replicates
+    it. With several processes, all pass the same values; `dp.check_replicas` compares them.
 
     Args:
         tree: a pytree of arrays: on the host, on the primary device, replicated, or cut over these devices
@@ -97,7 +98,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         elif isinstance(leaves[i], Tracer) and not isinstance(concrete(leaves[i]), jax.Array):
             # A gradient goes back to the device that the value came from. A value of the host has none, so it gets one.
             leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])
-    values = [leaves[i] for i in away]
+    values = [own_memory(leaves[i], mesh) if verb == "replicate" else leaves[i] for i in away]
     refuse_traced(values, mesh, verb)
     moved = [put(x, target) for x in values] if mesh.spans_processes else put_all(values, [target] * len(values))
     for i, x in zip(away, moved, strict=True):

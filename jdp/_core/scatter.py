@@ -13,7 +13,7 @@ from jax.core import Tracer
 from .._jax.private import trace_state_clean
 from .agreement import Outline, begin, fail, layout_of_all, outline_of
 from .devices import Devices, names_of
-from .global_arrays import assemble, global_shapes, own_part
+from .global_arrays import assemble, global_shapes, own_memory, own_part
 from .inputs import (
     ARRAYS,
     STACKED,
@@ -27,6 +27,7 @@ from .inputs import (
     normal_axis,
     paths_of,
     refuse_cut_graphs,
+    refuse_legacy_key,
     refuse_rows_of_numbers,
     refuse_wrapped,
 )
@@ -166,9 +167,11 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     sizes = _chunk_rows(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
+    # A 0-d array that the user wants to be replicated is no row.
+    rows = [x if a is not None or not hasattr(x, "dtype") else "" for x, a in zip(leaves, axes, strict=True)]
     layout = Layout(treedef, given, sizes, mesh, how.dim, how.per_device)
     if how.verb != "scatter":
-        refuse_rows_of_numbers(inputs, sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
+        refuse_rows_of_numbers(treedef.unflatten(rows), sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout
     return Prepared(arrays, layout, outline)
@@ -276,11 +279,13 @@ def _look(
             found, x = classify(x, how.verb, called)
             if found and how.verb == "scatter":  # of a batch the program may read other columns
                 refuse_wrapped(x, how.verb, called)
+                x = own_memory(x, how.mesh)
             if not found:
                 spec = Static(x)
             elif axis is STACKED:
                 spec = Stack()
             elif axis is None or not x.ndim:
+                refuse_legacy_key(x, how.verb, called, "be the same on all replicas, which fold a typed key")
                 spec = Whole()
             else:
                 spec = Cut(normal_axis(axis, x.ndim, how.verb, called), ())

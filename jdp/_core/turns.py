@@ -15,7 +15,7 @@ import numpy as np
 
 from .._jax.rewrites import asks_inside_of, over_more, with_index
 from .layout import Cut, Layout, Stack, is_key
-from .outputs import Marked, Outputs, Way
+from .outputs import Marked, Outputs, Way, in_32_bits
 from .scattered import Signature
 from .uneven import Bodies, BodyOf, collectives, run_body, trace_bodies
 
@@ -67,17 +67,19 @@ def _meet(bodies: Bodies, axis_name: str) -> bool:
 
 
 def weighted(out: Outputs, index: Any) -> Outputs:
-    """Multiplies each output that is a mean by the replica's share of its device's rows."""
+    """Multiplies each output that is a mean by the replica's share of its device's rows; the sum keeps its dtype."""
     rows = np.reshape(out.layout.rows, (-1, out.layout.per_device)).astype(float)
     weights = (rows / np.maximum(rows.sum(1, keepdims=True), 1)).reshape(-1)
 
-    def part(x: Any, rule: Marked) -> Any:
+    def part(x: Any, rule: Marked) -> tuple[Any, Marked]:
         if not out.is_mean(x, rule):
-            return x
+            return x, rule
+        rule, x = dataclasses.replace(rule, dtype=rule.dtype or x.dtype), in_32_bits(x)
         mine = jnp.asarray(weights, jnp.finfo(x.dtype).dtype)[index]
-        return jnp.where(mine > 0, x * mine, jnp.zeros_like(x))
+        return jnp.where(mine > 0, x * mine, jnp.zeros_like(x)), rule
 
-    return dataclasses.replace(out, values=[part(x, rule) for x, rule in zip(out.values, out.rules, strict=True)])
+    parts = [part(x, rule) for x, rule in zip(out.values, out.rules, strict=True)]
+    return dataclasses.replace(out, values=[x for x, _ in parts], rules=tuple(rule for _, rule in parts))
 
 
 def _one_of_all(x: Any, way: Way, rule: Marked, layout: Layout) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -87,8 +88,8 @@ class Config:
         refuse_alone(verb, self.devices)
         self.output_device: Device | str | None = resolve_output(verb, output_device)
         self.dim: int = dim
-        self.in_axes: Tree = in_axes
-        self.out_axes: Tree = out_axes
+        # Copied, because the caller may change a list or dict of axes later.
+        self.in_axes, self.out_axes = copy.deepcopy((in_axes, out_axes))
         self.axis_name: str = axis_name
         self.reduce_state: Reduce = reduce_state
         self.state_axes: dict[Any, int] = dict(state_axes or {})

@@ -108,11 +108,11 @@ class Computation:
                 self.scanned = None
                 raise
 
-    def placed(self, state: TrainState, owned: Callable[[Any], Any] = lambda x: x) -> TrainState:
+    def placed(self, state: TrainState, owned: Callable[[Any, Any], Any] = lambda x, to: x) -> TrainState:
         """Puts the state's arrays, after `owned`, where they belong; one that is there already stays the same array."""
 
         def place(to: Any, part: Tree) -> Tree:
-            return jax.tree.map(lambda x: at(owned(x), to), part)
+            return jax.tree.map(lambda x: at(owned(x, to), to), part)
 
         def at(x: Any, to: Any) -> Any:
             return x if getattr(x, "sharding", None) == to else put(x, to)

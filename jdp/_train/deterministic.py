@@ -55,8 +55,19 @@ class TurnPrograms(NamedTuple):
     pick_own: Any = None  # picks one replica's cotangents out of those of all replicas
 
 
+_traces: list[None] = []
+
+
+@jax.jit
+def _configuration() -> list[None]:
+    """Returns a list whose length tells which configuration of JAX is in force: jit traces this once for each."""
+    _traces.append(None)
+    return [*_traces]
+
+
 def _shape_key(operands: Any) -> Any:
-    return tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(operands))
+    shapes = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(operands)]
+    return len(_configuration()), *shapes
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -85,9 +96,10 @@ class Deterministic:
         self.__name__ = f"train_step_{step.label}"
         self._step, self._layout, self._copies = step, layout, copies
         self._devices: list[Any] = list(layout.mesh.own.devices)
-        # The compiled programs, by the shapes of the operands. First the turns: one, or two for a loss of all rows with
-        # the programs of that loss between them, one for each device. Then the update's programs, one for each device.
-        # Last two treedefs of its results: of the state, and of the metrics with the updates of NNX objects.
+        # The compiled programs, by JAX's configuration and the shapes of the operands. First the turns: one, or two for
+        # a loss of all rows with the programs of that loss between them, one for each device. Then the update's
+        # programs, one for each device. Last two treedefs of its results: of the state, and of the metrics with the
+        # updates of NNX objects.
         self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
         one = make_mesh((self._devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
@@ -358,5 +370,5 @@ class Deterministic:
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what the first call would compile: this takes long, and it can be interrupted here."""
-        if not self._compiled:
+        if not any(number == len(_configuration()) for number, *_ in self._compiled):
             self.lower(state, arrays).compile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from .._core.gather import join
+from .._core.global_arrays import sharing
 from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
@@ -55,9 +57,9 @@ def parallel(
     arguments are cut along `dim`, and the other results are gathered; scalars become a vector with one entry per
     replica. One key per replica (`jax.random.split(key, n)`) is distributed as by pmap (each of several processes
     passes one key for each of its own replicas: fold in `jax.process_index()` first); a single key is folded with
-    the replica's index. NNX objects among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in
-    place. Arguments that are `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) keep their
-    chunks.
+    the replica's index, unless `in_axes` has None for it: then all replicas get the same key, as in pmap. NNX objects
+    among the arguments (a model, an `nnx.Optimizer`) are replicated and updated in place. Arguments that are
+    `jdp.Scattered` already (`dp.prefetch`, `jdp.scatter(..., chunk_sizes=)`) keep their chunks.
 
     The step's own `lax.pmean(..., axis_name)` makes replicas agree. State that still differs between replicas was
     computed from each replica's own rows. If the loss, a metric or other state depends on it, it is trained, and the
@@ -84,8 +86,8 @@ def parallel(
         static_broadcasted_argnums: positions of arguments that are part of the program, as in `jax.pmap`; the first
             of the others is the state.
         donate_argnums: positions of replicated arguments whose arrays are freed, as in `jax.pmap`. Arrays that are not
-            on every device yet are copied there, and the originals stay. Arrays that are cut, and those that NNX
-            objects hold, are never freed.
+            on every device yet are copied there, and the originals stay; what `jdp.replicate` has put there may share
+            memory with its original. Arrays that are cut, and those that NNX objects hold, are never freed.
 
     Raises:
         ValueError: chunks are uneven, and the step runs collectives; state is trained on one replica's rows;
@@ -111,9 +113,9 @@ def parallel(
         raise TypeError(f"jdp.{VERB}: step_fn is a {type(step_fn).__name__}; it is called. Pass a function.")
     static = _checked_positions("static_broadcasted_argnums", static_broadcasted_argnums)
     donated = _checked_positions("donate_argnums", donate_argnums)
+    in_axes, out_axes = copy.deepcopy((in_axes, out_axes))  # the caller may change a list later
     config: Config = dp._config
-    axis_name = axis_name or config.axis_name
-    mesh = _mesh_over(config, axis_name)
+    mesh = _mesh_over(config, axis_name or config.axis_name)
     label = getattr(step_fn, "__name__", type(step_fn).__name__)
     reduce_state, dim = config.reduce_state, config.dim  # copied, because a program must not keep the config alive
 
@@ -122,7 +124,7 @@ def parallel(
         return ReplicaProgram(run, donates=bool(donated))
 
     options = repr((in_axes, out_axes, static, donated))
-    program = made_once(step_fn, (VERB, weakref.ref(config), axis_name, options), make)
+    program = made_once(step_fn, (VERB, weakref.ref(config), mesh.axis_name, options), make)
     alone = threading.RLock() if donated else nullcontext()  # another thread may pass, and free, the same arrays
 
     @outside_of_mesh
@@ -225,8 +227,8 @@ def _replicas(
 
 
 def _donated_once(donated: dict[int, Tree], held: Held, arrays: Sequence[Any]) -> Replicas:
-    """Copies donated arrays that are passed twice, because an array that is freed must not be another argument, too."""
-    seen = set(map(id, [*arrays, *jax.tree.leaves((held.others, held.variables))]))
+    """Copies donated arrays that are passed twice, because memory that is freed must not be another argument's, too."""
+    seen = sharing(jax.tree.leaves(donated), [*arrays, *jax.tree.leaves((held.others, held.variables))])
 
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):

@@ -23,6 +23,7 @@ from jax.core import Tracer
 
 from .._core.fingerprint import start
 from .._core.gather import join
+from .._core.global_arrays import sharing
 from .._core.inputs import NESTED, is_deep
 from .._core.layout import Layout, Tree
 from .._core.programs import (
@@ -85,6 +86,7 @@ class Program(Computation):
         self.compiled: Recent[Any, Any] = Recent()
         # The program, the treedefs of state and batch, and how the batch is padded, by the shape of the first array.
         self.known: Recent[Any, Any] = Recent()
+        self.shapes: set[tuple[int, ...]] = set()  # of the state's arrays
         self._reads: Reads = {}  # the Python values in batches that the loss has asked for
         self.steps = 0  # dispatched so far; counted with `check_replicas` alone
         self._comparison: Callable[[str], None] | None = None  # of the replicas, which is under way
@@ -132,9 +134,9 @@ class Program(Computation):
                 "jdp.train_step: deterministic is True, and the step is called inside of jax.jit or the like; it is "
                 "several programs, which would become one there, and round differently. Call the step outside of it."
             )
-        if self.options.donate:
-            state, flat = _unshared(state, flat, batch)
         try:
+            if self.options.donate:
+                state, flat = _unshared(state, flat, batch)
             run = lambda rows: self._dispatched(state, rows, flat, keep)  # noqa: E731
             hides = batch._layout.holds_statics and not self.options.deterministic
             state, metrics = unread(run, batch, self._reads) if hides else run(batch)
@@ -200,6 +202,7 @@ class Program(Computation):
             options = {} if traced else self.options_of_compiler(state)
             if treedef is not None:
                 found = jit_of_leaves(self, state, treedef, layout, options)
+                self.shapes = {*map(jnp.shape, args[: treedef.num_leaves])}
                 if is_plain():
                     found.lower(*args).compile()
             else:
@@ -271,13 +274,14 @@ def _raise_better(error: Exception, state: TrainState, leaves: Sequence[Any]) ->
 
 
 def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainState, Flat]:
-    """Copies each array of the state that is also in the batch: `state.key`, or a table that is cut by rows as well.
+    """Copies each array of the state that is also in the batch, or its memory: `state.key`, or a table cut by rows.
 
     An array must not be both donated and an argument: on several CPU devices that ends the process.
     """
-    held = set(map(id, batch._arrays))
     leaves, treedef = flat
-    if held.isdisjoint(map(id, leaves)):
+    of_jax = [x for x in batch._arrays if type(x) is not np.ndarray]
+    held = sharing(leaves, of_jax) if of_jax else set()
+    if not held:
         return state, flat
     leaves = [jnp.copy(x) if id(x) in held else x for x in leaves]
     return treedef.unflatten(leaves), (leaves, treedef)
@@ -317,21 +321,21 @@ class LastResults:
         """Returns True if the step returned these leaves last. Every step calls it, so no Python code runs per leaf."""
         return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
 
-    def owned(self, donates: bool) -> Callable[[Any], Any]:
-        """Returns `owned(x)`: x itself if a step has made it (the first time it comes), else a copy.
+    def owned(self, donates: bool) -> Callable[[Any, Any], Any]:
+        """Returns `owned(x, to)`: x itself if a step has made it there (the first time it comes), else a copy.
 
-        What `owned` returns may be donated. Without `donates` it copies nothing.
+        What `owned` returns may be moved and donated. Without `donates` it copies nothing.
         """
         if not (donates and self._donates):
-            return lambda x: x
+            return lambda x, to: x
         made: set[int] | None = None  # of the arrays that steps have made
 
-        def owned(x: Any) -> Any:
+        def owned(x: Any, to: Any) -> Any:
             nonlocal made
             if made is None:  # on the first call only: a step on the state that it returned last makes none
                 with _noting:
                     made = {id(x) for step in _steps for x in step.leaves}.union(_older)
-            if id(x) in made:
+            if id(x) in made and x.sharding == to:  # what is moved from x may share its memory, and x stays
                 made.discard(id(x))  # one array cannot be donated in two places
                 return x
             if isinstance(x, np.ndarray):
@@ -363,11 +367,12 @@ def run_known_step(
     if not results.has(leaves):
         return None
     of_jax = [x for x in arrays if type(x) is not np.ndarray]
-    if of_jax and (any(isinstance(x, Tracer) for x in of_jax) or not set(map(id, of_jax)).isdisjoint(map(id, leaves))):
+    if of_jax and (any(isinstance(x, Tracer) for x in of_jax) or are_freed(of_jax)):
         return None
-    if of_jax and are_freed(of_jax):
-        return None
+    alike = [x for x in of_jax if getattr(x, "shape", None) in program.shapes]
     try:
+        if alike and program.options.donate and sharing(leaves, alike):
+            return None
         return program.dispatched(run, state, leaves, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):

@@ -410,7 +410,7 @@ class TrainStep(Step[TrainState]):
         criterion = self._program.loss.criterion
         check_signature(self._loss_fn, "variables", key, "loss_fn" if criterion is None else "forward")
 
-    def _checked(self, state: TrainState, owned: Callable[[Any], Any]) -> TrainState:
+    def _checked(self, state: TrainState, owned: Callable[[Any, Any], Any]) -> TrainState:
         """Returns a state that is not the last one, checked to be of this model, with `owned` arrays in place."""
         if are_freed(jax.tree.leaves(state)):
             raise was_donated(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, overload
 
@@ -162,4 +163,4 @@ def train_step(
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass {way}.")
     dp._config.refuse_state_axes(VERB)
     kind = NNXTrainStep if dp._config.kind == "nnx" else TrainStep
-    return kind(dp, loss_fn, tx, options, in_axes, checked_criterion(criterion, VERB))
+    return kind(dp, loss_fn, tx, options, copy.deepcopy(in_axes), checked_criterion(criterion, VERB))

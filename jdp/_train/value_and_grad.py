@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -101,10 +101,11 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
-    known_criterion = checked_criterion(criterion, VERB)
-    if isinstance(criterion, FunctionType) or criterion is not None and not isinstance(criterion, Hashable):
-        # Known by identity, as loss_fn is, and freed with its programs.
-        known_criterion = made_once(criterion, (VERB, "criterion"), lambda stand_in: stand_in)
+    known_criterion, made_for = checked_criterion(criterion, VERB), None
+    if criterion is not None:
+        # Known by identity, as loss_fn is: equal ones may compute different losses. The token is freed with it.
+        known_criterion, token = made_once(criterion, (VERB, "criterion"), lambda stand_in: (stand_in, lambda: None))
+        made_for = weakref.ref(token)
     options = GradOptions(
         _argument_numbers(argnums),
         not isinstance(argnums, tuple | list),
@@ -113,9 +114,10 @@ def value_and_grad(
         wire_type(VERB, reduce_dtype),
         bool(sync_batch_norm),
         known_criterion,
-        weakref.ref(criterion) if isinstance(criterion, FunctionType) else None,
+        made_for,
     )
     config: Config = dp._config
+    in_axes = copy.deepcopy(in_axes)  # the caller may change a list later
     calls = made_once(
         loss_fn, (VERB, "calls", weakref.ref(config), options.made_for, options, repr(in_axes)), lambda _: Calls()
     )
@@ -245,7 +247,7 @@ class GradOptions(NamedTuple):
     reduce_dtype: Any
     sync_batch_norm: bool
     criterion: Any
-    made_for: weakref.ref[Any] | None  # the criterion, if it is a function; programs for it are freed with it
+    made_for: weakref.ref[Any] | None  # what is freed with the criterion, so that its programs are, too
 
 
 def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 import math
 import sys
@@ -70,7 +71,9 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
     refuse_one_batch(batches, "prefetch")
-    return Prefetched(_scattered(dp._config, batches, size, in_axes), batches, dp._config.mesh.spans_processes)
+    return Prefetched(
+        _scattered(dp._config, batches, size, copy.deepcopy(in_axes)), batches, dp._config.mesh.spans_processes
+    )
 
 
 class Prefetched(Iterator[Tree]):

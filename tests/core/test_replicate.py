@@ -151,3 +151,14 @@ def test_the_caller_s_arrays_stay_alive(same, devices):
     jdp.replicate({"w": w}, devices[:2])
     assert not w.is_deleted()
     same(w, np.float32([0, 1, 2]))
+
+
+@pytest.mark.parametrize("make", [lambda w, d: jdp.replicate([w], d)[0], lambda w, d: jdp.scatter(w, d)[0]])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_numpy_array_that_is_changed_later_changes_nothing(devices, make, n):
+    """JAX uses the memory of an array that begins at a multiple of 64 bytes, for as long as its own array lives."""
+    memory = np.zeros(4096 + 64, np.uint8)
+    w = memory[-memory.ctypes.data % 64 :][:4096].view(np.float32)
+    found = jax.block_until_ready(make(w, devices[:n]))
+    w[:] = 1
+    assert not np.asarray(found).any()

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from laws import NUMBERS, close
@@ -78,6 +79,26 @@ def test_mean_keeps_dtypes():
     half = check(jnp.bfloat16)  # sums 1 and 2 of 2 and 1 rows
     assert half.dtype == jnp.bfloat16 and float(half) == pytest.approx(4 / 3, rel=1e-2)
     assert check(bool).dtype == bool and bool(check(bool)) is True
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("replicas", [4, 8, "one by one"])
+def test_the_mean_of_equal_halves_is_their_value(dtype, replicas):
+    """Neither a sum that overflows nor a weight of few digits may change what is the same on all replicas."""
+    value = jnp.asarray([3.14159, 100, 20000], dtype)
+
+    def loss_fn(v, x):
+        seen = {"seen": {"v": value + 0 * x.sum().astype(dtype)}}
+        return jnp.mean(x * v["params"]), {}, seen
+
+    options = {"replicas": replicas} if isinstance(replicas, int) else {}
+    dp = jdp.DataParallel(lambda v, x: x, devices=range(4), reduce_state="mean", **options)
+    step = dp.train_step(loss_fn, optax.sgd(0.1), deterministic=not options)
+    for rows in (8, 10, 7):
+        state = step.init({"params": np.float32(1), "seen": {"v": value * 0}})
+        found = step(state, np.ones(rows, np.float32))[0].state["seen"]["v"]
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(value, np.float32))
 
 
 @pytest.mark.one_case

@@ -386,6 +386,54 @@ def test_in_axes_that_do_not_fit(axes, kind, match, refused):
         step(step.init({"params": EYE}), {"x": X[:8]})
 
 
+def total(w, x, y):
+    return jnp.mean(x @ y) * w
+
+
+DP = jdp.DataParallel(total, range(2))
+
+
+def trains(axes):
+    step = DP.train_step(lambda v, b: total(v["params"], *b), optax.sgd(0.1), in_axes=axes)
+    return lambda x, y: step(step.init({"params": np.float32(1)}), (x, y))[1]["loss"]
+
+
+def calls(**options):
+    dp = jdp.DataParallel(lambda w, x, y: [x @ y * w, y], range(2), **options)
+
+    def run(x, y):
+        out, same = dp(1.0, x, y)
+        return out.mean() + same.size - y.size
+
+    return run
+
+
+def prefetches(axes):
+    batches = DP.prefetch(iter([(X, Y[0])]), in_axes=axes)
+    step = DP.train_step(lambda v, b: total(v["params"], *b), optax.sgd(0.1))
+    return lambda x, y: step(step.init({"params": np.float32(1)}), next(batches))[1]["loss"]
+
+
+TAKE_AXES = {
+    "in_axes": lambda axes: calls(in_axes=axes, out_axes=[0, None]),
+    "out_axes": lambda axes: calls(in_axes=(0, None), out_axes=axes),
+    "train_step": trains,
+    "prefetch": prefetches,
+    "value_and_grad": lambda axes: functools.partial(DP.value_and_grad(total, in_axes=axes), np.float32(1)),
+    "parallel": lambda axes: functools.partial(
+        DP.parallel(lambda *b: jax.lax.pmean(total(1.0, *b), "data"), in_axes=axes)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", TAKE_AXES.values(), ids=TAKE_AXES.keys())
+def test_axes_that_the_caller_changes_later_stay(make):
+    axes = [0, None]
+    run = make(axes)
+    axes[1] = 0  # for something else
+    np.testing.assert_allclose(jax.tree.leaves(run(X, Y[0]))[0], np.mean(X @ Y[0]), rtol=1e-4)
+
+
 def test_what_came_cut_otherwise_is_refused(refused):
     dp = jdp.DataParallel(lambda v, x: x, devices=range(2))
     step = dp.train_step(lambda v, b: jnp.mean(b["x"] @ v["params"]) * b["w"].sum(), optax.sgd(0.1), in_axes=AXES_XW)
@@ -442,6 +490,9 @@ NO_BATCH = {
     "rows of numbers": (X.tolist, r"batch is a list of 24 lists of Python numbers.*np\.asarray"),
     "lists of numbers": (lambda: {"x": [1.0, 2.0]}, r"batch\['x'\] is a list of 2 Python numbers.*np\.asarray"),
     "labels": (lambda: (X, [0] * 24), r"batch\[1\] is a list of 24 Python numbers, as many as.*np\.asarray"),
+    "a tuple of labels": (lambda: (X, (0,) * 24), r"batch\[1\] is a tuple of 24 Python numbers, as many as"),
+    "numpy's numbers": (lambda: (X, list(X[:, 0])), r"batch\[1\] is a list of 24 0-d arrays, as many as.*jnp\.asarray"),
+    "jax's numbers": (lambda: (X, (*jnp.array(X[:, 0]),)), r"batch\[1\] is a tuple of 24 0-d arrays, as many as"),
 }
 
 

@@ -3,6 +3,7 @@
 And what a loss on the chunk may be: a sum of terms, each with a denominator of its own.
 """
 
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -1252,7 +1253,37 @@ def test_a_number_that_each_replica_draws(form):
     np.testing.assert_allclose(metrics["loss"], 4, rtol=1e-5)
 
 
-def test_a_criterion_is_freed_with_its_programs():
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    by: object = dataclasses.field(compare=False)
+    name: str = "mine"
+
+    def __call__(self, out, *rows):
+        return self.by(out, *rows) if callable(self.by) else jnp.mean((out - 1) ** 2 * self.by)
+
+    def method(self, out, *rows):
+        return self(out, *rows)
+
+
+CRITERIA = {
+    "equal": Weighted,
+    "of one method": lambda by: Weighted(by).method,
+    "partial": lambda by: functools.partial(lambda by, out, *rows: jnp.mean((out - 1) ** 2 * by), by),
+    "not hashable": dataclasses.make_dataclass("Array", ["by"], frozen=True, namespace={"__call__": Weighted.__call__}),
+    "with slots": dataclasses.make_dataclass("Slots", ["by"], slots=True, namespace={"__call__": Weighted.__call__}),
+}
+
+
+@pytest.mark.parametrize("kind", CRITERIA)
+def test_criteria_that_compare_equal_are_two(kind):
+    dp, w, x = jdp.DataParallel(lambda w, x: x @ w, range(2)), np.ones((3, 2), np.float32), np.ones((4, 3), np.float32)
+    kept = [CRITERIA[kind](jnp.array([1.0, by])) for by in (1, 3)]
+    losses = [dp.value_and_grad(dp, criterion=own)(w, x)[0] for own in (*kept, *kept)]
+    np.testing.assert_allclose(losses, [4, 8, 4, 8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda f: f, lambda f: Weighted(f), lambda f: Weighted(f).method])
+def test_a_criterion_is_freed_with_its_programs(make):
     """A loop that makes one for each batch does not fill the memory."""
     gone, dp = [], jdp.DataParallel(lambda w, x: x @ w, range(2))
 
@@ -1261,13 +1292,13 @@ def test_a_criterion_is_freed_with_its_programs():
 
     for _ in range(3):
         own = np.ones(5)
-        criterion = lambda o, x, own=own: (o**2).mean() + 0 * own.sum()  # noqa: E731
+        criterion = make(lambda o, x, own=own: (o**2).mean() + 0 * own.sum())
         gone.append(weakref.ref(own))
         dp.value_and_grad(forward, criterion=criterion)(np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
         del criterion, own
     gc.collect()
     assert [ref() is None for ref in gone] == [True] * 3
-    last = lambda o, x: (o**2).mean()  # noqa: E731
+    last = make(lambda o, x: (o**2).mean())
     dp.value_and_grad(forward, criterion=last)(np.ones((3, 2), np.float32), np.ones((4, 3), np.float32))
     _, made = programs._made[id(forward)]
     assert len(made) == 2  # what belongs to those that are gone is dropped when the next one comes

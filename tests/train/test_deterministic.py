@@ -1,5 +1,6 @@
 """`deterministic=True`: after any number of steps the same bits on any number of devices that divides the replicas."""
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -455,6 +456,24 @@ def test_the_index_and_keys_are_those_of_the_replica():
     for other in found[1:]:
         np.testing.assert_array_equal(other["index"], found[0]["index"])
         np.testing.assert_array_equal(other["drawn"], found[0]["drawn"])
+
+
+def test_it_follows_jaxs_configuration():
+    """As the ordinary step does: a change compiles new programs, and the old ones are found again."""
+
+    def loss(v, x, key):
+        return jnp.mean((x @ v["params"]) ** 2), {"u": jax.random.uniform(key, (len(x),)), "a": jdp.Sum(jnp.ones(()))}
+
+    def metrics_of(**options):
+        step = jdp.DataParallel(lambda v, x: x, range(2), replicas=4).train_step(loss, optax.sgd(0.1), **options)
+        state, found = step.init({"params": np.ones(3, np.float32)}, key=jax.random.key(1)), []
+        for around in (contextlib.nullcontext(), jax.threefry_partitionable(False), jax.enable_x64(True)) * 2:
+            with around:
+                found.append(step(state, np.ones((8, 3), np.float32))[1])
+        return [{name: (x.dtype, np.asarray(x).tolist()) for name, x in one.items() if name != "loss"} for one in found]
+
+    found = metrics_of(deterministic=True, donate=False)
+    assert found == metrics_of(donate=False) and found[0]["u"] != found[1]["u"] and found[2]["a"][0] == np.float64
 
 
 def test_the_state_that_went_in_is_donated():

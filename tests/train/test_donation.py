@@ -30,7 +30,8 @@ def loss_fn(variables, x):
 
 
 def step_of(n=2, tx=None, **options):
-    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], devices=range(n))
+    devices = range(n) if isinstance(n, int) else n
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], devices)
     return dp.train_step(loss_fn, tx or optax.adam(0.1), **options)
 
 
@@ -189,6 +190,25 @@ def test_what_the_batch_holds_of_the_state_is_not_freed(n):
 
 
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_shares_memory_with_the_state_is_not_freed(n, known):
+    """`jax.device_put` to another mesh of the same devices gives another object for the same memory."""
+    step = jdp.DataParallel(lambda v, x: x, devices=range(n)).train_step(
+        lambda v, b: jnp.mean((b[0] @ v["params"] - b[0] @ b[1]) ** 2), optax.sgd(0.1), in_axes=(0, None)
+    )
+    state = step.init({"params": np.ones(3, np.float32)})
+    mine = jax.sharding.NamedSharding(jax.make_mesh((n,), ("mine",), devices=jax.devices()[:n]), jax.P())
+    if known:
+        state, _ = step(state, (X, np.ones(3, np.float32)))
+        assert step._program.known
+    for _ in range(2):
+        teacher = jax.device_put(state.params, mine)
+        before, (state, metrics) = state, step(state, (X, teacher))
+        assert float(metrics["loss"]) == 0 and not teacher.is_deleted() and before.step.is_deleted()
+        np.testing.assert_array_equal(state.params, np.ones(3))
+
+
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_clone_of_the_model_is_its_teacher_from_any_step_on(n):
     net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     dp = jdp.DataParallel(net, devices=range(n))
@@ -233,6 +253,18 @@ def test_what_a_step_without_donation_gave_is_copied_once():
     given, _ = first(mine, X)
     second(given, X)
     assert not any(freed(given)) and not any(freed(mine))
+
+
+@pytest.mark.parametrize(("first", "second"), [(range(4), [2, 3]), ([0], [0, 1])])
+def test_a_state_that_a_step_on_other_devices_takes_stays_whole(first, second):
+    """What is moved to some of the same devices may share their memory, which that step frees."""
+    first, second = step_of(first), step_of(second)
+    state, _ = first(first.init(VARIABLES), X)
+    before = copied(state)
+    second(state, X)
+    assert not any(part.data.is_deleted() for x in arrays(state) for part in x.addressable_shards)
+    after, _ = first(state, X)
+    assert int(after.step) == 2 and all(freed(state)) and not any(freed(before))
 
 
 # --- what steps made is donated, without a copy ---

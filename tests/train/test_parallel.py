@@ -330,9 +330,10 @@ def test_a_state_that_a_step_returns_as_it_came_stays_on_idle_replicas(rows):
     np.testing.assert_array_equal(step(w, np.ones(8, np.float32))[1], np.full(8, 2, np.float32))
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
-def test_an_array_that_comes_in_twice_is_not_freed(n):
-    """In two places of what is donated, and as another argument, which is replicated or cut."""
+def test_an_array_that_comes_in_twice_is_not_freed(n, moved):
+    """In two places of what is donated, and as another argument; also as another object with the same memory."""
     dp = jdp.DataParallel(lambda w, x: x, devices=range(n))
     train = dp.parallel(
         lambda s, ema, x: (
@@ -347,7 +348,9 @@ def test_an_array_that_comes_in_twice_is_not_freed(n):
     state, _ = train({"w": w, "target": w}, w, x)
     state = {**state, "target": state["w"]}
     want = np.asarray(state["w"])
-    after, y = train(state, state["w"], x)
+    mesh = jax.make_mesh((n,), ("mine",), devices=jax.devices()[:n])
+    ema = jax.device_put(state["w"], jax.sharding.NamedSharding(mesh, jax.P())) if moved else state["w"]
+    after, y = train(state, ema, x)
     np.testing.assert_array_equal(after["w"], 0.5 * want)
     np.testing.assert_array_equal(after["target"], 2 * want)
     np.testing.assert_array_equal(y, np.full(8, want[0]))
