@@ -305,6 +305,37 @@ def test_evaluate_prefetch_and_batches():
     close(np.sort(out, 0), np.sort(np.asarray(bare(WEIGHTS, data)), 0), 1e-5, 1e-5)
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("way", ["nnx", "jit", "gradient", "call", "step"])
+def test_what_is_whole_in_the_batch_may_be_cut_inside_of_a_replica(way, n):
+    """A teacher in the batch lies as the parameters do."""
+    mesh, x, cut = mesh_of("2x2"), rows(n), NamedSharding(mesh_of("2x2"), P(None, "model"))
+    f, w = lambda w, x: x @ w, jax.device_put(WEIGHTS["wide"], cut)
+    dp, teacher, axes = jdp.DataParallel(f, mesh), 0.5 * w, {"in_axes": (0, None)}
+    loss = lambda w, x, t: ((f(w, x) - f(t, x)) ** 2).mean()  # noqa: E731
+    expected = loss(WEIGHTS["wide"], x, 0.5 * WEIGHTS["wide"])
+    if way in ("step", "jit"):
+        step = dp.train_step(lambda v, b: loss(v["params"], *b), optax.sgd(0.1), **axes, donate=False)
+        state, run = step.init({"params": w}), jax.jit(step) if way == "jit" else step
+        for batch in ((x, teacher), (x, np.asarray(teacher)), *dp.prefetch([(x, teacher)], **axes)):
+            close(run(state, batch)[1]["loss"], expected, 1e-4)
+    elif way == "gradient":
+        close(dp.value_and_grad(loss, **axes)(w, x, teacher)[0], expected, 1e-4)
+    elif way == "call":
+        both = jdp.DataParallel(lambda w, x, t: f(w, x) - f(t, x), mesh, **axes)
+        close(jax.value_and_grad(lambda t: (both(w, x, t) ** 2).mean())(teacher)[0], expected, 1e-4)
+    else:
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        with nnx.use_eager_sharding(False):
+            models = [nnx.Linear(6, 8, kernel_init=init, rngs=nnx.Rngs(i)) for i in range(2)]
+        squares = lambda model, b: ((model(b[0]) - b[1](b[0])) ** 2).mean()  # noqa: E731
+        expected = squares(models[0], (x, models[1]))
+        model, other = (jdp.DataParallel(one, mesh) for one in models)
+        close(model.train_step(squares, optax.sgd(0.1))((x, other.module))["loss"], expected, 1e-4)
+        lies_as({"wide": other.module.kernel[...]})
+
+
 def test_a_pmap_step_runs_on_a_mesh():
     mesh, x = mesh_of("4x2"), rows(8)
 
