@@ -194,6 +194,30 @@ def test_a_shard_map_of_the_models_own(way, n):
     assert any("Leave mesh= out" in note for note in info.value.__notes__)
 
 
+class Split(nn.Module):
+    """Has a shard_map over the axis inside of the replica, and the names of all axes in a constraint."""
+
+    tanh: object
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.with_partitioning(nn.initializers.normal(), (None, "model")), (6, 8))
+        y = jax.lax.with_sharding_constraint(self.tanh(x @ kernel), P("data", "model"))
+        return y - jax.lax.pmean(x.mean(), "data")
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("name", ["one replica", "explicit", "2x2"])
+def test_init_of_a_model_with_a_shard_map(name):
+    """JAX's shard_map keeps the mesh of its first call, which is that of `dp.init`."""
+    tanh = jax.shard_map(jnp.tanh, axis_names={"model"}, in_specs=P(None, "model"), out_specs=P(None, "model"))
+    dp, x = jdp.DataParallel(Split(tanh), mesh_of(name)), rows(4)
+    variables = dp.init(jax.random.key(0), x)
+    kernel = variables["params"]["kernel"].value
+    lies_as({"wide": kernel})
+    close(dp(variables, x), np.tanh(x @ np.asarray(kernel)) - x.mean(), 1e-5, 1e-5)
+
+
 def context(name):
     if name == "other":
         return jax.set_mesh(jax.make_mesh((8,), ("rows",), axis_types=(mesh_of("2x2").axis_types[0],)))
