@@ -282,11 +282,18 @@ def sharding_within(mesh: ReplicaMesh, spec: PartitionSpec, shape: Sequence[int]
     """Returns the sharding over the devices of a replica that an annotation asks for.
 
     Raises:
-        ValueError: an axis of the array does not divide by the devices that it would be cut over.
+        ValueError: an axis of the array does not divide by the devices that it would be cut over, or the annotation
+            names an axis of the mesh twice.
     """
     inner = mesh.within(spec)
-    for axis, entry in enumerate(inner):
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    cuts = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in inner]
+    for axis, names in enumerate(cuts):
+        others = {one for before in cuts[:axis] for one in before}
+        if others & {*names}:
+            raise ValueError(
+                f"jdp.DataParallel: {name} has the annotation {spec}, which cuts two axes over the same devices; an "
+                f"axis of the mesh cuts one axis of an array. Name each of them once."
+            )
         n = math.prod(mesh.jax_mesh.shape[one] for one in names)
         if shape[axis] % n:
             raise ValueError(

@@ -306,6 +306,9 @@ def test_what_is_refused(refused):
         ValueError, "DataParallel", match=r"\['Dense_0'\]\['kernel'\] has shape \(6, 5\), .* cuts axis 1 over 2"
     ):
         jdp.DataParallel(Odd(), mesh).init(jax.random.key(0), x)
+    twice = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("model", "model")))
+    with refused(ValueError, "DataParallel", match=r"\['kernel'\] has the annotation .*, which cuts two axes over"):
+        jdp.DataParallel(twice, mesh).init(jax.random.key(0), x)
     with refused(ValueError, "init", match="shard_params is given, and a replica is the devices along 'model'"):
         jdp.DataParallel(Odd(), mesh).init(jax.random.key(0), x, shard_params=True)
     with nnx.use_eager_sharding(False):
