@@ -238,6 +238,26 @@ def test_check_compares_with_one_device():
     assert not wrong.check(state, rows(10))
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("n", [4, 5])
+def test_batch_norms_of_16_bits_are_synchronised_in_32(n):
+    """XLA's CPU compiler ends the process at sums of 16 bits over replicas of several devices."""
+    losses = []
+    x = np.outer([-2, 1, 2, -1, 0][:n], np.arange(1, 7)).astype(jnp.bfloat16)  # mean 0: the variance cancels nothing
+    norm = nn.BatchNorm(use_running_average=False, dtype=jnp.bfloat16, force_float32_reductions=False)
+
+    def loss(variables, x):
+        out, updates = norm.apply(variables, x, mutable=["batch_stats"])
+        return ((out.astype(jnp.float32) - 1) ** 4).mean(), {}, updates
+
+    for devices in (mesh_of("2x2"), [0]):
+        dp = jdp.DataParallel(norm, devices)
+        step = dp.train_step(loss, TX, sync_batch_norm=True)
+        state, first = step(step.init(dp.init(jax.random.key(0), x)), x)
+        losses.append([first["loss"], step(state, x)[1]["loss"]])
+    close(*losses, 0.02)
+
+
 def other_copy(x, device, value):
     parts = [s.data if s.device != device else jax.device_put(value, device) for s in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
