@@ -319,6 +319,17 @@ def test_what_is_refused(refused):
         jdp.DataParallel(odd, mesh)
 
 
+@pytest.mark.parametrize("name", ["pure_callback", "io_callback"])
+def test_callbacks_that_return_a_value_are_refused(name, refused):
+    call = {"pure_callback": jax.pure_callback, "io_callback": jax.experimental.io_callback}[name]
+    model = lambda w, x: call(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x) @ w  # noqa: E731
+    for run in (lambda dp: dp, lambda dp: jax.jit(dp.apply)):
+        with refused(NotImplementedError, "parallel_apply", match=rf"the model calls {name} \(.*test_calls.py"):
+            run(jdp.DataParallel(model, mesh_of("2x2")))(WEIGHTS["wide"], rows(4))
+    alone = jdp.DataParallel(model, mesh_of("one replica"))(WEIGHTS["wide"], rows(4))
+    close(alone, np.sin(rows(4)) @ WEIGHTS["wide"], 1e-5, 1e-5)
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_16_bits(dtype, refused):
