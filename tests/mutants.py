@@ -384,8 +384,8 @@ MUTANTS = (
     Mutant(
         "statistics-without-weights",
         "jdp/_model/sync_batch_norm.py",
-        "[x * jnp.asarray(weight, x.dtype) for x in values]",
-        "list(values)",
+        "[x * jnp.asarray(weight, x.dtype) for x in wide]",
+        "wide",
         "synchronised statistics are a mean of the replicas' means",
         ("model/test_sync_batch_norm.py::test_params_and_statistics_are_those_of_the_whole_batch",),
     ),

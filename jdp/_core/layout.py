@@ -103,6 +103,8 @@ class Layout:
     """The leaves that are arrays."""
     shardings: tuple[NamedSharding, ...]
     """The sharding of each array."""
+    operands: tuple[NamedSharding | None, ...]
+    """The sharding that a program asks of each; None: any, because a replica's devices may have a part of it each."""
     devices: tuple[Device, ...]
     """The device of each replica."""
     rows: tuple[int, ...]
@@ -127,6 +129,11 @@ class Layout:
             found.treedef, found.leaves, found.sizes, found.mesh, found.dim, found.per_device = key
             found.arrays = tuple(leaf for leaf in found.leaves if not isinstance(leaf, Static))
             found.shardings = tuple(found.mesh.along(leaf.axis) for leaf in found.arrays)
+            found.operands = found.shardings
+            if found.mesh.inner_axes:
+                found.operands = tuple(
+                    None if leaf.axis is None else found.mesh.along(leaf.axis) for leaf in found.arrays
+                )
             found.devices = tuple(d for d in found.mesh.devices for _ in range(found.per_device))
             n = len(found.devices)
             found.rows = (*found.sizes, *[0] * (n - len(found.sizes)))

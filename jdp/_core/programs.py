@@ -91,7 +91,7 @@ class ReplicaProgram:
 
 
 def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
-    return tuple(None if s is None else Scattered(s._layout.shardings, s._layout) for s in arguments)
+    return tuple(None if s is None else Scattered(s._layout.operands, s._layout) for s in arguments)
 
 
 class FlatProgram:
@@ -121,7 +121,7 @@ class FlatProgram:
         of_leaves.__name__ = of_leaves.__qualname__ = run.__name__
         # With in_shardings the call itself puts numpy arrays onto the devices, at a fraction of what a device_put
         # before it costs. Arrays that are on the devices already run the same program.
-        where = (*inputs.shardings, *(kwargs.shardings if kwargs else ()))
+        where = (*inputs.operands, *(kwargs.operands if kwargs else ()))
         self.run: Any = jax.jit(of_leaves, in_shardings=(None, None, *where), donate_argnums=0)
         self.is_limited: bool = True  # whether only a few runs may be in flight at once, because XLA may deadlock
         self._layouts = layouts

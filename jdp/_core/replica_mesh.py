@@ -244,10 +244,29 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
             with _no_mesh(name, around):
                 return function(*args, **kwargs)
         except Exception as error:
+            if hides_nonfinite(error):
+                raise FloatingPointError(
+                    "jdp.DataParallel: something is not finite, and jax_debug_nans or jax_debug_infs is set; in a "
+                    "program of replicas JAX cannot find the operation. Call the model itself, without jdp: JAX names "
+                    "the operation there."
+                ) from error
             error.with_traceback(_without_own_frames(error))
             raise
 
     return call
+
+
+def hides_nonfinite(error: BaseException | None) -> bool:
+    """Returns True if an error has come of JAX's search for what is not finite (`jax_debug_nans`), and does not say so.
+
+    JAX runs the program again, operation by operation. A `shard_map` then calls itself without end or, on a mesh of
+    several axes, is refused.
+    """
+    if not isinstance(error, RecursionError) and "an axis marked as manual" not in str(error):
+        return False
+    while error is not None and type(error).__name__ != "InternalFloatingPointError":
+        error = error.__context__
+    return error is not None
 
 
 @contextlib.contextmanager

@@ -309,7 +309,8 @@ _ENDING_AT_HALVES = {*REDUCERS, "reduce_scatter"}
 def _refuse_what_needs_devices(traced: Any, mesh: ReplicaMesh) -> None:
     """Raises a `ValueError` for a `shard_map` in a replica of one device, and for callbacks that are ordered.
 
-    Also for a collective that would end the process: see `ReplicaMesh.sums_in_32_bits`.
+    Also for a collective that would end the process: see `ReplicaMesh.sums_in_32_bits`. On replicas of several devices
+    JAX has no callbacks that return a value: a `NotImplementedError`.
     """
     for eqn in equations(traced.jaxpr) if mesh.sums_in_32_bits else ():
         half = next((x.aval for x in eqn.invars if mesh.axis_name in axes(eqn) and x.aval.dtype in HALVES), None)
@@ -318,6 +319,14 @@ def _refuse_what_needs_devices(traced: Any, mesh: ReplicaMesh) -> None:
                 f"jdp.parallel_apply: the model runs {eqn.primitive.name} over {mesh.axis_name!r} of "
                 f"{half.str_short()}; XLA's CPU compiler ends the process at sums of 16 bits over replicas of several "
                 f"devices, at maxima, and at the gradient of a gather, which is a sum. Cast to float32 before it."
+            )
+    for name in ("pure_callback", "io_callback") if mesh.inner_axes and mesh.size > 1 else ():
+        if (eqn := first(traced, name)) is not None:
+            where = source_line(eqn)
+            raise NotImplementedError(
+                f"jdp.parallel_apply: the model calls {name}{where and f' ({where})'} on replicas of several devices; "
+                f"JAX calls back from one device of each replica at most. Compute it before the call, and pass it with "
+                f"the batch, or wrap the model for a list of devices."
             )
     own = None if mesh.inner_axes else first(traced, "shard_map")
     if own is not None:

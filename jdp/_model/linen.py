@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import flax.errors
@@ -19,7 +20,7 @@ from .._core.global_arrays import put
 from .._core.inputs import axes_of, is_array, is_unbound_axis
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
-from .._core.parallel_apply import replica_context
+from .._core.parallel_apply import mapped, replica_context
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import concrete
 from .._core.shards import axis_for_parameter, refuse_too_large
@@ -203,18 +204,24 @@ def _model_around() -> linen.Module | None:
     return found
 
 
-def init(module: Any, axis_name: str, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tree:
+def init(
+    module: Any, axis_name: str, mesh: ReplicaMesh, rngs: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tree:
     """Runs `module.init(...)` as inside of a replica, also for a module that runs collectives over the axis."""
     _check_key(rngs)
-    with replica_context():
+    # Constraints are left out, as they are on one device: the annotations say where the parameters go.
+    around = jax.sharding.use_abstract_mesh(mesh.inside) if mesh.inner_axes else nullcontext()
+    with replica_context(), around:
         try:
-            return module.init(rngs, *args, **kwargs)
+            if not mesh.inner_axes:  # of several devices, it runs in a program of all replicas, which has the axis
+                return module.init(rngs, *args, **kwargs)
         except NameError as error:
             if not is_unbound_axis(error):
                 raise
-            # The axis of one replica, because the values do not depend on how many there are.
-            bound = jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)
-            return bound(jax.numpy.zeros(1))
+        # The axis of one replica, because the values do not depend on how many there are.
+        return jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)(
+            jax.numpy.zeros(1)
+        )
 
 
 def init_as_program(
@@ -228,18 +235,24 @@ def init_as_program(
     leaves, treedef = jax.tree.flatten((rngs, args, dict(kwargs)))
     at = [i for i, x in enumerate(leaves) if is_array(x)]
 
-    def make(*arrays: Any) -> Tree:
+    def alone(*arrays: Any) -> Tree:
         mine = list(leaves)
         for i, x in zip(at, arrays, strict=True):
             mine[i] = x
         rngs, args, kwargs = treedef.unflatten(mine)
-        return init(module, axis_name, rngs, args, kwargs)
+        return init(module, axis_name, mesh, rngs, args, kwargs)
 
     keys = len(jax.tree.leaves(rngs))  # keys may lie on another device; a batch stays where it is
 
     def placed(i: int) -> Any:
         return put(leaves[i], mesh.replicated) if i < keys and not isinstance(leaves[i], Tracer) else leaves[i]
 
+    def in_replicas(*arrays: Any) -> Tree:
+        return mapped(lambda *arrays: ((), alone(*arrays)), mesh, [PartitionSpec()] * len(arrays))(*arrays)[1]
+
+    # A shard_map in the module keeps the mesh of its first call. So that it is that of all later calls, too, the module
+    # runs as in a call; all replicas make the same.
+    make = in_replicas if mesh.inner_axes else alone
     arrays = [placed(i) for i in at]
     shapes = jax.eval_shape(make, *arrays)
     compare_processes(rngs, mesh, "init", "rngs")  # not the batch, of which each process may pass its own rows
@@ -269,11 +282,18 @@ def sharding_within(mesh: ReplicaMesh, spec: PartitionSpec, shape: Sequence[int]
     """Returns the sharding over the devices of a replica that an annotation asks for.
 
     Raises:
-        ValueError: an axis of the array does not divide by the devices that it would be cut over.
+        ValueError: an axis of the array does not divide by the devices that it would be cut over, or the annotation
+            names an axis of the mesh twice.
     """
     inner = mesh.within(spec)
-    for axis, entry in enumerate(inner):
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    cuts = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in inner]
+    for axis, names in enumerate(cuts):
+        others = {one for before in cuts[:axis] for one in before}
+        if others & {*names}:
+            raise ValueError(
+                f"jdp.DataParallel: {name} has the annotation {spec}, which cuts two axes over the same devices; an "
+                f"axis of the mesh cuts one axis of an array. Name each of them once."
+            )
         n = math.prod(mesh.jax_mesh.shape[one] for one in names)
         if shape[axis] % n:
             raise ValueError(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from .._core.layout import Tree
+from .._core.replica_mesh import HALVES
 from .._core.scattered import Signature
 from .._core.uneven import SyncedAxis, is_synced
 from .._jax.jaxprs import bind, replayed
@@ -80,8 +81,8 @@ def _without_mask(kind: type[nnx.BatchNorm], name: str) -> type[nnx.BatchNorm]:
     return type(kind.__name__, (kind,), {"__call__": call})
 
 
-def with_weight(jaxpr: Any, weight: float) -> Any:
-    """Returns the jaxpr with the replica's part in the statistics weighted.
+def with_weight(jaxpr: Any, weight: float, in_32_bits: bool) -> Any:
+    """Returns the jaxpr with the replica's part in the statistics weighted, and 16-bit ones summed `in_32_bits`.
 
     Flax takes the mean over replicas of means over rows (`lax.pmean`), which is the mean over all rows
     only if each has as many. With `weight = n * rows / all rows` for each replica, it is so for any numbers of rows.
@@ -90,7 +91,13 @@ def with_weight(jaxpr: Any, weight: float) -> Any:
     def rule(eqn: Any) -> Callable[..., Any] | None:
         if not is_synced(eqn):
             return None
-        return lambda *values: bind(eqn, [x * jnp.asarray(weight, x.dtype) for x in values])
+
+        def summed(*values: Any) -> list[Any]:
+            wide = [x.astype(jnp.float32) if in_32_bits and x.dtype in HALVES else x for x in values]
+            sums = bind(eqn, [x * jnp.asarray(weight, x.dtype) for x in wide])
+            return [x.astype(out.aval.dtype) for x, out in zip(sums, eqn.outvars, strict=True)]
+
+        return summed
 
     return rewrite(jaxpr, rule)
 
@@ -99,7 +106,8 @@ def by_rows(
     function: Callable[..., Any], jaxpr: Any, shapes: Tree, signature: Signature, replica: int
 ) -> Callable[..., Any]:
     """Returns the traced function, with the replica's part in shared statistics weighted by its number of rows."""
-    chunks = signature.layout.rows
-    if len({*chunks}) == 1:
+    chunks, in_32_bits = signature.layout.rows, signature.layout.mesh.sums_in_32_bits
+    if len({*chunks}) == 1 and not in_32_bits:
         return function
-    return replayed(with_weight(jaxpr, len(chunks) * chunks[replica] / sum(chunks)), shapes)
+    weight = len(chunks) * chunks[replica] / sum(chunks) if sum(chunks) else 1
+    return replayed(with_weight(jaxpr, weight, in_32_bits), shapes)

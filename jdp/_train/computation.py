@@ -235,7 +235,7 @@ def jit_of_state(computation: Computation, state: TrainState, layout: Layout, op
         return computation.step(state, Scattered(arrays, layout))
 
     to = computation.shardings(state)
-    return _jit(computation, train_step, (0,), (None, layout.shardings), (to, None, to.step), options)
+    return _jit(computation, train_step, (0,), (None, layout.operands), (to, None, to.step), options)
 
 
 def jit_of_leaves(
@@ -255,7 +255,7 @@ def jit_of_leaves(
         parts = (state.step, state.params), state.opt_state, (state.state, state.key)
         return tuple(map(jax.tree.leaves, parts)), *more, jax.tree_util.Partial(jax.tree.structure(state).unflatten)
 
-    where, to = (*[None] * count, *layout.shardings), computation.shardings(state)
+    where, to = (*[None] * count, *layout.operands), computation.shardings(state)
     first, of_optimizer, last = (
         [to.step, *_sharding_of_each(to.params, state.params)],
         _sharding_of_each(to.opt_state, state.opt_state),

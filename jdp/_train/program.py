@@ -39,7 +39,7 @@ from .._core.programs import (
     refuse_freed,
     stepped,
 )
-from .._core.replica_mesh import ReplicaMesh, cut_off
+from .._core.replica_mesh import ReplicaMesh, cut_off, hides_nonfinite
 from .._core.scatter import filled
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
@@ -261,8 +261,8 @@ def _raise_better(error: Exception, state: TrainState, leaves: Sequence[Any]) ->
     """Raises errors of our own for a NaN in a step with `jax_debug_nans`, and for a state that is freed."""
     settings: Any = jax.config
     # To find the operation, JAX runs the program again, with a state that is donated already: it fails, or recurses.
-    is_jax = type(error).__name__ == "InternalFloatingPointError" or "deleted" in str(error)
-    is_found = is_jax or isinstance(error, FloatingPointError | RecursionError | Retraced)
+    is_jax = type(error).__name__ == "InternalFloatingPointError" or "deleted" in str(error) or hides_nonfinite(error)
+    is_found = is_jax or isinstance(error, FloatingPointError | Retraced)
     if is_found and (settings.jax_debug_nans or settings.jax_debug_infs):
         raise FloatingPointError(
             "jdp.train_step: something is not finite after the step, and jax_debug_nans or jax_debug_infs is set; the "

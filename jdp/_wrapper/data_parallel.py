@@ -317,7 +317,7 @@ class DataParallel(nnx.Module, Generic[M]):
         config.refuse_grouped("init", shard_params=shard_params)
         if shard_params or config.mesh.inner_axes:
             return _linen.init_as_program(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
-        variables = _linen.init(self.module, config.axis_name, rngs, args, kwargs)
+        variables = _linen.init(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
         variables = _linen.place(variables, config.mesh)
         if self._config.mesh.spans_processes:  # each has made its own
             check_replicas(variables, self._config.mesh, "init")

@@ -194,6 +194,30 @@ def test_a_shard_map_of_the_models_own(way, n):
     assert any("Leave mesh= out" in note for note in info.value.__notes__)
 
 
+class Split(nn.Module):
+    """Has a shard_map over the axis inside of the replica, and the names of all axes in a constraint."""
+
+    tanh: object
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.with_partitioning(nn.initializers.normal(), (None, "model")), (6, 8))
+        y = jax.lax.with_sharding_constraint(self.tanh(x @ kernel), P("data", "model"))
+        return y - jax.lax.pmean(x.mean(), "data")
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("name", ["one replica", "explicit", "2x2"])
+def test_init_of_a_model_with_a_shard_map(name):
+    """JAX's shard_map keeps the mesh of its first call, which is that of `dp.init`."""
+    tanh = jax.shard_map(jnp.tanh, axis_names={"model"}, in_specs=P(None, "model"), out_specs=P(None, "model"))
+    dp, x = jdp.DataParallel(Split(tanh), mesh_of(name)), rows(4)
+    variables = dp.init(jax.random.key(0), x)
+    kernel = variables["params"]["kernel"].value
+    lies_as({"wide": kernel})
+    close(dp(variables, x), np.tanh(x @ np.asarray(kernel)) - x.mean(), 1e-5, 1e-5)
+
+
 def context(name):
     if name == "other":
         return jax.set_mesh(jax.make_mesh((8,), ("rows",), axis_types=(mesh_of("2x2").axis_types[0],)))
@@ -282,6 +306,9 @@ def test_what_is_refused(refused):
         ValueError, "DataParallel", match=r"\['Dense_0'\]\['kernel'\] has shape \(6, 5\), .* cuts axis 1 over 2"
     ):
         jdp.DataParallel(Odd(), mesh).init(jax.random.key(0), x)
+    twice = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("model", "model")))
+    with refused(ValueError, "DataParallel", match=r"\['kernel'\] has the annotation .*, which cuts two axes over"):
+        jdp.DataParallel(twice, mesh).init(jax.random.key(0), x)
     with refused(ValueError, "init", match="shard_params is given, and a replica is the devices along 'model'"):
         jdp.DataParallel(Odd(), mesh).init(jax.random.key(0), x, shard_params=True)
     with nnx.use_eager_sharding(False):
@@ -290,6 +317,17 @@ def test_what_is_refused(refused):
         )
     with refused(ValueError, "DataParallel", match=r"kernel has shape \(6, 5\), .* cuts axis 1 over 2"):
         jdp.DataParallel(odd, mesh)
+
+
+@pytest.mark.parametrize("name", ["pure_callback", "io_callback"])
+def test_callbacks_that_return_a_value_are_refused(name, refused):
+    call = {"pure_callback": jax.pure_callback, "io_callback": jax.experimental.io_callback}[name]
+    model = lambda w, x: call(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x) @ w  # noqa: E731
+    for run in (lambda dp: dp, lambda dp: jax.jit(dp.apply)):
+        with refused(NotImplementedError, "parallel_apply", match=rf"the model calls {name} \(.*test_calls.py"):
+            run(jdp.DataParallel(model, mesh_of("2x2")))(WEIGHTS["wide"], rows(4))
+    alone = jdp.DataParallel(model, mesh_of("one replica"))(WEIGHTS["wide"], rows(4))
+    close(alone, np.sin(rows(4)) @ WEIGHTS["wide"], 1e-5, 1e-5)
 
 
 @pytest.mark.one_case

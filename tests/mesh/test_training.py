@@ -238,6 +238,26 @@ def test_check_compares_with_one_device():
     assert not wrong.check(state, rows(10))
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize("n", [4, 5])
+def test_batch_norms_of_16_bits_are_synchronised_in_32(n):
+    """XLA's CPU compiler ends the process at sums of 16 bits over replicas of several devices."""
+    losses = []
+    x = np.outer([-2, 1, 2, -1, 0][:n], np.arange(1, 7)).astype(jnp.bfloat16)  # mean 0: the variance cancels nothing
+    norm = nn.BatchNorm(use_running_average=False, dtype=jnp.bfloat16, force_float32_reductions=False)
+
+    def loss(variables, x):
+        out, updates = norm.apply(variables, x, mutable=["batch_stats"])
+        return ((out.astype(jnp.float32) - 1) ** 4).mean(), {}, updates
+
+    for devices in (mesh_of("2x2"), [0]):
+        dp = jdp.DataParallel(norm, devices)
+        step = dp.train_step(loss, TX, sync_batch_norm=True)
+        state, first = step(step.init(dp.init(jax.random.key(0), x)), x)
+        losses.append([first["loss"], step(state, x)[1]["loss"]])
+    close(*losses, 0.02)
+
+
 def other_copy(x, device, value):
     parts = [s.data if s.device != device else jax.device_put(value, device) for s in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
@@ -303,6 +323,37 @@ def test_evaluate_prefetch_and_batches():
         close(y, bare(WEIGHTS, x), 1e-5, 1e-5)
     out = np.concatenate([np.asarray(dp(w, x)) for x in dp.batches(data, 7)])
     close(np.sort(out, 0), np.sort(np.asarray(bare(WEIGHTS, data)), 0), 1e-5, 1e-5)
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("way", ["nnx", "jit", "gradient", "call", "step"])
+def test_what_is_whole_in_the_batch_may_be_cut_inside_of_a_replica(way, n):
+    """A teacher in the batch lies as the parameters do."""
+    mesh, x, cut = mesh_of("2x2"), rows(n), NamedSharding(mesh_of("2x2"), P(None, "model"))
+    f, w = lambda w, x: x @ w, jax.device_put(WEIGHTS["wide"], cut)
+    dp, teacher, axes = jdp.DataParallel(f, mesh), 0.5 * w, {"in_axes": (0, None)}
+    loss = lambda w, x, t: ((f(w, x) - f(t, x)) ** 2).mean()  # noqa: E731
+    expected = loss(WEIGHTS["wide"], x, 0.5 * WEIGHTS["wide"])
+    if way in ("step", "jit"):
+        step = dp.train_step(lambda v, b: loss(v["params"], *b), optax.sgd(0.1), **axes, donate=False)
+        state, run = step.init({"params": w}), jax.jit(step) if way == "jit" else step
+        for batch in ((x, teacher), (x, np.asarray(teacher)), *dp.prefetch([(x, teacher)], **axes)):
+            close(run(state, batch)[1]["loss"], expected, 1e-4)
+    elif way == "gradient":
+        close(dp.value_and_grad(loss, **axes)(w, x, teacher)[0], expected, 1e-4)
+    elif way == "call":
+        both = jdp.DataParallel(lambda w, x, t: f(w, x) - f(t, x), mesh, **axes)
+        close(jax.value_and_grad(lambda t: (both(w, x, t) ** 2).mean())(teacher)[0], expected, 1e-4)
+    else:
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        with nnx.use_eager_sharding(False):
+            models = [nnx.Linear(6, 8, kernel_init=init, rngs=nnx.Rngs(i)) for i in range(2)]
+        squares = lambda model, b: ((model(b[0]) - b[1](b[0])) ** 2).mean()  # noqa: E731
+        expected = squares(models[0], (x, models[1]))
+        model, other = (jdp.DataParallel(one, mesh) for one in models)
+        close(model.train_step(squares, optax.sgd(0.1))((x, other.module))["loss"], expected, 1e-4)
+        lies_as({"wide": other.module.kernel[...]})
 
 
 def test_a_pmap_step_runs_on_a_mesh():

@@ -97,6 +97,29 @@ def log_of(variables, batch):
     return jnp.mean(jnp.log(batch @ variables["params"]))
 
 
+@pytest.mark.each_value
+@pytest.mark.one_case
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("way", ["step", "jit", "jax.grad", "value_and_grad", "parallel", "call"])
+@pytest.mark.parametrize("devices", [[0], range(4), "mesh"])
+def test_debug_nans_ends_any_call_with_an_error_that_says_so(devices, way, rows):
+    """JAX's own search may end in another error: a recursion or, on a mesh of several axes, one of shard_map."""
+    devices = jax.make_mesh((2, 2), ("data", "model")) if devices == "mesh" else devices
+    x, w = np.full((rows, 3), np.nan, np.float32), np.ones(3, np.float32)
+    dp = jdp.DataParallel(lambda w, x: jnp.log(x @ w), devices)
+    call = {
+        "call": lambda: dp(w, x),
+        "jit": lambda: jax.jit(dp.apply)(w, x),
+        "jax.grad": lambda: jax.grad(lambda w: dp(w, x).sum())(w),
+        "value_and_grad": lambda: dp.value_and_grad(lambda w, x: jnp.log(x @ w).mean())(w, x),
+        "parallel": lambda: dp.parallel(lambda w, x: jax.lax.pmean(jnp.log(x @ w).mean(), "data"))(w, x[:4]),
+    }
+    step = dp.train_step(log_of, optax.sgd(0.1))
+    call["step"] = lambda: step(step.init({"params": w}), x)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"^jdp\..* is not finite|^Invalid value \(nan"):
+        call[way]()
+
+
 @pytest.mark.each_pair
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 7])
