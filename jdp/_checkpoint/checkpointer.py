@@ -209,7 +209,8 @@ class Checkpointer:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is; or an array of `state`
                 has been freed.
             TypeError: `step` is no integer.
-            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`.
+            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`; or `step` is not the same in all
+                processes.
 
         Warns:
             UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of

@@ -563,6 +563,7 @@ def case_checkpoint_data():
         lacks = text_of(lambda: checkpointer.save(2, {"w": state["w"]} | ({"n": 5} if P else {})))
         one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
         steps = text_of(lambda: checkpointer.save(2 + P, state))
+        back = text_of(lambda: checkpointer.restore(state, step=None if P else 1))
     directory_of._PATIENCE = 2.0
     other = pathlib.Path(sys.argv[1], f"not shared {P}")
     other.mkdir()
@@ -570,8 +571,8 @@ def case_checkpoint_data():
         (other / ".jdp-lock").touch()  # a job that was killed has left it
     with jdp.Checkpointer(other) as alone:
         apart = text_of(lambda: alone.save(1, state))
-    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "apart": apart, "left": os.listdir(other)}
-    return {"w": found["w"], "data": data, "latest": checkpointer.latest_step} | texts
+    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "back": back, "apart": apart}
+    return {"w": found["w"], "data": data, "latest": checkpointer.latest_step, "left": os.listdir(other)} | texts
 
 
 def case_two_checkpointers():
