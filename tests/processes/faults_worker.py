@@ -394,6 +394,21 @@ def case_exits_with_0():
         float(metrics["loss"])
 
 
+def case_loader_fails():
+    """The data of one place cannot be read, at each start."""
+    dp, v = jdp.DataParallel(linear), variables()
+
+    def batches():
+        for k in range(4):
+            if k == 2 and culprit() and jax.process_count() == 2:
+                note("fault")
+                raise OSError("the disk is broken")
+            yield batch_of(HERE, k)
+
+    for batch in dp.prefetch(batches()):
+        dp.apply(v, batch["x"])
+
+
 def case_exits_before_the_first_call():
     """One has nothing to do, as it thinks, and never asks for its devices."""
     if culprit():
