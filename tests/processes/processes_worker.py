@@ -586,6 +586,20 @@ def case_two_checkpointers():
         return {"w": [x.restore(state)[0]["w"] for x in (one, other)], "latest": [one.latest_step, other.latest_step]}
 
 
+def case_closed_in_one_process():
+    """The next save is refused, and not begun; when all have closed it, they go on."""
+    state = {"w": jdp.replicate(np.arange(3.0, dtype=np.float32))}
+    checkpointer = jdp.Checkpointer(pathlib.Path(sys.argv[1], "closed"))
+    checkpointer.save(1, state)
+    if P == 0:
+        checkpointer.close()
+    refused = text_of(lambda: checkpointer.save(2, state))
+    checkpointer.close()
+    checkpointer.save(2, state)
+    checkpointer.close()
+    return {"refused": refused, "latest": checkpointer.latest_step}
+
+
 def case_empty_arrays():
     """An array without elements that is cut over the processes is not written, and comes back."""
     cut = NamedSharding(jdp.DataParallel(MLP).mesh, PartitionSpec("data"))

@@ -623,6 +623,14 @@ def test_two_checkpointers(found):
 
 
 @pytest.mark.full
+def test_closed_in_one_process(found):
+    text = "ValueError: jdp.Checkpointer: the processes save with different Checkpointers: one has been closed in some of"
+    for result in found:
+        assert result["refused"].startswith(text), result["refused"]
+        assert result["latest"] == 2
+
+
+@pytest.mark.full
 def test_empty_arrays(found):
     for result in found:
         np.testing.assert_array_equal(result["w"], np.ones(2))
