@@ -468,6 +468,8 @@ def case_programs():
         attempt("verb", lambda: step(state, batch_of(HERE)))
     good_step("after verb")
 
+    tx = optax.sgd(0.1) if culprit() else optax.adam(0.1)  # of which one has no state
+    attempt("optimizer", lambda: dp.train_step(mse, tx).init(variables()))
     model = nn.Dense(9 if culprit() else 8)
     attempt("size", lambda: jdp.DataParallel(model).init(jax.random.key(0), np.ones((2, 4), np.float32)))
     attempt("loop", evaluate_or_train)

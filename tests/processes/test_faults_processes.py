@@ -525,6 +525,7 @@ def test_other_programs(start, row):
             "another model size",
             r"\['params'\]\['bias'\]: processes 0, 1, 3 have .*\[8\]; process 2 has .*\[9\]",
         ),
+        ("optimizer", "another optimizer", r"\['opt_state'\].*: processes 0, 1, 3 have .*; process 2 has nothing"),
         (
             "loop",
             "a plain loop ends early, then evaluates,",
