@@ -209,8 +209,8 @@ class Checkpointer:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is; or an array of `state`
                 has been freed.
             TypeError: `step` is no integer.
-            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`; or `step` is not the same in all
-                processes.
+            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`; or `step` is not the
+                same in all processes.
 
         Warns:
             UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of
@@ -366,7 +366,7 @@ def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) 
     leaves: dict[str, Any] = {}
     local: dict[str, str] = {}
     failed: Exception | None = None
-    writer = None
+    writer: int | None = None
     try:
         data = as_json(data)  # a copy, because the caller may change it before it is written
         leaves = _leaves(state)
@@ -379,7 +379,8 @@ def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) 
         if jax.process_count() == 1:
             raise
         failed = error
-    mine = {"problem": str(failed or ""), "step": step, "writer": writer, "local": local, "data": None if failed else data}
+    mine = {"problem": str(failed or ""), "step": step, "writer": writer, "local": local}
+    mine["data"] = None if failed else data
     try:
         # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.
         every = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
@@ -405,8 +406,8 @@ def _refuse_differences(every: list[dict[str, Any]]) -> None:
         )
     if len({e["writer"] for e in every}) > 1:
         raise ValueError(
-            f"jdp.{VERB}: the processes save with different Checkpointers: one has been closed in some of them only, or "
-            f"each saves with another; all processes make, use and close them together. Call close in all processes."
+            f"jdp.{VERB}: the processes save with different Checkpointers: one has been closed in some of them only, "
+            f"or each saves with another; all make, use and close them together. Call close in all processes."
         )
     for path in dict.fromkeys(path for e in every for path in e["local"]):
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}

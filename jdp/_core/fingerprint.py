@@ -97,8 +97,8 @@ def compare_forms(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     if len({*mesh.exchange.tell(f"{verb} (its state)", all_of_it, limits.start).values()}) > 1:
         what = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
         raise DesyncError(
-            f"jdp.{verb}: the processes have states of other forms: {what or 'in another order'}; all processes run one program. Make the "
-            f"model and the optimizer alike on all of them."
+            f"jdp.{verb}: the processes have states of other forms: {what or 'in another order'}; all "
+            f"processes run one program. Make the model and the optimizer alike on all of them."
         )
 
 

@@ -120,8 +120,13 @@ def test_two_programs_are_shown_from_where_they_differ():
         table[777] = f"{777 + process // 2}.000000e+00"
         texts[process] = f"module @jit\n  %cst = stablehlo.constant dense<[{', '.join(table)}]>\n  return"
     found = agree._first_line(texts)
-    start = "line 2 of its StableHLO (a constant, of the code or one that a function closes over): processes 0, 1 have ..."
+    start = (
+        "line 2 of its StableHLO (a constant, of the code or one that a function closes over): processes 0, 1 have ..."
+    )
     assert found.startswith(start) and len(found) < 600
     same, other = found.split("; process 2 has ...")
     assert " 777.000000e+00, 778.0" in same and " 778.000000e+00, 778.0" in other
-    assert agree._first_line({0: "a\n", 1: "a\nb"}) == "line 2 of its StableHLO: process 0 has no such line; process 1 has b"
+    assert (
+        agree._first_line({0: "a\n", 1: "a\nb"})
+        == "line 2 of its StableHLO: process 0 has no such line; process 1 has b"
+    )
