@@ -209,7 +209,8 @@ class Checkpointer:
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is; or an array of `state`
                 has been freed.
             TypeError: `step` is no integer.
-            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`.
+            ValueError: the checkpoint is of another model, or there is no checkpoint of `step`; or `step` is not the
+                same in all processes.
 
         Warns:
             UserWarning: checkpoints are damaged, and an older one is restored; or it was saved with another number of
@@ -356,18 +357,20 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
+def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:
     """Returns the leaves to save, the data, and whether that is a list of each process's data because they differ.
 
-    If one process cannot save, all raise, with what is wrong there; `prepare` raises if another job saves.
+    If one process cannot save, all raise, with what is wrong there; `prepare` raises if another job saves, and returns
+    the number of the writer.
     """
     leaves: dict[str, Any] = {}
     local: dict[str, str] = {}
     failed: Exception | None = None
+    writer: int | None = None
     try:
         data = as_json(data)  # a copy, because the caller may change it before it is written
         leaves = _leaves(state)
-        prepare()
+        writer = prepare()
         if jax.process_count() == 1:
             return leaves, data, False
         own = {p: x for p, x in leaves.items() if not isinstance(x, jax.Array) or x.is_fully_addressable}
@@ -376,7 +379,8 @@ def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tup
         if jax.process_count() == 1:
             raise
         failed = error
-    mine = {"problem": str(failed or ""), "step": step, "local": local, "data": None if failed else data}
+    mine = {"problem": str(failed or ""), "step": step, "writer": writer, "local": local}
+    mine["data"] = None if failed else data
     try:
         # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.
         every = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
@@ -393,12 +397,17 @@ def agree(prepare: Callable[[], None], step: int, state: Tree, data: Any) -> tup
 
 
 def _refuse_differences(every: list[dict[str, Any]]) -> None:
-    """Raises a `ValueError` if the processes save different steps, or different values of what each has by itself."""
+    """Raises a `ValueError` if steps, Checkpointers, or values that each process has by itself are not the same."""
     steps = {i: e["step"] for i, e in enumerate(every)}
     if len({*steps.values()}) > 1:
         raise ValueError(
             f"jdp.{VERB}: the processes save different steps: {by_value(steps)}; all save the same step at the same "
             f"time. Count the steps alike in all processes, as with the step of jdp.TrainState."
+        )
+    if len({e["writer"] for e in every}) > 1:
+        raise ValueError(
+            f"jdp.{VERB}: the processes save with different Checkpointers: one has been closed in some of them only, "
+            f"or each saves with another; all make, use and close them together. Call close in all processes."
         )
     for path in dict.fromkeys(path for e in every for path in e["local"]):
         hashes = {i: e["local"].get(path, "none") for i, e in enumerate(every)}

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .._processes.coordination import say
+from .._processes.exchange import by_value
 from .._processes.places import named
 from .directory import Sign, free_name, remove_unfinished, steps_in
 from .items import VERB
@@ -132,7 +133,14 @@ class Steps:
         there = self._there() if jax.process_index() == 0 else []
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
         gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # deleted by its writer
-        told = json.loads(tell_all(json.dumps({"next": found, "gone": gone, "newest": there[-_FEW:]}))[0])
+        mine = {"step": step, "next": found, "gone": gone, "newest": there[-_FEW:]}
+        told, *others = [json.loads(text) for text in tell_all(json.dumps(mine))]
+        asked = {process: e["step"] for process, e in enumerate([told, *others])}
+        if len({*asked.values()}) > 1:
+            raise ValueError(
+                f"jdp.{VERB}: the processes restore different steps: {by_value(asked)}; all restore the same. Pass one "
+                f"step in all processes, or None."
+            )
         for s in told["gone"]:
             del damaged[s]
         if step is not None and step not in damaged and told["next"] is None:

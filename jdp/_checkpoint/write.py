@@ -39,6 +39,7 @@ class Writer:
     def __init__(self, directory: Any, keep: int, steps: Steps, quiet: Quiet) -> None:
         self._directory, self._keep, self._steps, self._quiet = directory, keep, steps, quiet
         self._orbax: Any = None  # made by the first save: a reader has none
+        self._number: int | None = None  # of what Orbax has made, the same in all processes
         self._step: int | None = None  # the one that is being saved
         self._before: int | None = None  # the newest step before it
         self._interrupted = False  # whether its save was interrupted; it may still go on
@@ -56,12 +57,16 @@ class Writer:
         """Whether a save has failed, and `wait` has not raised its error yet."""
         return self._failure is not None
 
-    def prepare(self) -> None:
-        """Makes sure that this process can write, or raises; in a job, process 0 takes the lock for all."""
+    def prepare(self) -> int | None:
+        """Makes sure that this process can write, or raises; in a job, process 0 takes the lock for all.
+
+        Returns what tells this writer from the others of this process; None if it has not saved since it was closed.
+        """
         if jax.process_index() == 0:
             self._lock.acquire()
         if jax.process_count() > 1:
             make_writable(self._directory)
+        return self._number
 
     def write(self, step: int, leaves: Mapping[str, Any], data: Any, apart: bool) -> None:
         """Begins the save, and returns when the arrays are on the host."""
@@ -79,7 +84,8 @@ class Writer:
             _register()
             _open.add(self)
             if self._orbax is None:
-                self._orbax = _checkpointer()
+                self._number = next(_writers)
+                self._orbax = _checkpointer(self._number)
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
             self._thread = threading.Thread(target=self._finish, args=(number,), name="jdp-saves")
@@ -122,7 +128,7 @@ class Writer:
         if self._orbax is not None and self._thread is None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
-            self._orbax = None  # a later save makes another
+            self._orbax = self._number = None  # a later save makes another
         self._lock.release()
 
     def _finish(self, number: int) -> None:
@@ -231,7 +237,7 @@ def _clear(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _checkpointer() -> Any:
+def _checkpointer(number: int) -> Any:
     """Makes Orbax's `AsyncCheckpointer`, with one item for the arrays and one for the manifest."""
     import orbax.checkpoint as ocp
 
@@ -243,7 +249,7 @@ def _checkpointer() -> Any:
     )
     # Two Checkpointers may save the same step at once; their processes must not wait at each other's barriers. The
     # prefix is a number, because a directory may have another name on another machine.
-    apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jdp{next(_writers)}")
+    apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jdp{number}")
     tree = ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, multiprocessing_options=apart)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.PyTreeSave, tree)

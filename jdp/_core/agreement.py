@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
-from .._processes.coordination import DesyncError
+from .._processes.coordination import DesyncError, FailedError
 from .._processes.exchange import Call, by_value, exchange_of
 from .._processes.places import limits
 from .inputs import paths_of
@@ -90,7 +90,7 @@ def _finish(
     if _FAILED in batches.values():
         texts = call.tell("" if failure is None else _text_of(failure), seconds)
         process = next(p for p, batch in batches.items() if batch == _FAILED)
-        raise DesyncError(
+        raise FailedError(
             f"jdp.{call.what}: process {process} has no batch, but an error ({texts[process]}); all processes make the "
             f"same calls. Look at the output of that process."
         )

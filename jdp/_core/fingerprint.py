@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._processes.agree import difference
+from .._processes.coordination import DesyncError
 from .._processes.places import limits
 from .layout import Tree, is_key
 from .programs import dispatch
@@ -81,6 +82,23 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
             f"{found or 'in another order'}; each device must get its part of one value. Make them from the same seed "
             f"on all processes, or let process 0 send its own "
             f"(jax.experimental.multihost_utils.broadcast_one_to_all)."
+        )
+
+
+def compare_forms(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
+    """Raises a `DesyncError` if the leaves of a tree have other paths, shapes or dtypes in another process.
+
+    A process that has compared such a tree before would not compare the program of `check_replicas` again, and one
+    whose tree has no leaves makes no such call. Every process has to call this.
+    """
+    assert mesh.exchange is not None
+    mine = {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)}
+    all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len({*mesh.exchange.tell(f"{verb} (its state)", all_of_it, limits.start).values()}) > 1:
+        what = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
+        raise DesyncError(
+            f"jdp.{verb}: the processes have states of other forms: {what or 'in another order'}; all "
+            f"processes run one program. Make the model and the optimizer alike on all of them."
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .options import Job, described, environments, gpus_to_divide, parse
 from .output import Printer, Reader, open_the_closed
-from .protocol import FOR_ANOTHER, WAITED
+from .protocol import WAITED
 from .workers import Crew, Events, Guard, Worker
 
 
@@ -74,7 +74,7 @@ class Places:
     def blame(self, culprit: Worker) -> bool:
         """Returns True if the culprit's place is left out from now on: it failed at once, as in the attempt before."""
         place = self.left[culprit.rank % len(self.left)]  # the ranks of this machine follow each other
-        by_itself = culprit.code not in (FOR_ANOTHER, WAITED, -signal.SIGTERM)
+        by_itself = culprit.code != WAITED and not culprit.for_another()
         at_once = by_itself and culprit.ended - culprit.started < _AT_ONCE
         again, self._suspect = at_once and place == self._suspect, place if at_once else None
         if not again or self._most(len(self._whole) - 1) < (self._job.min_processes or self._job.processes):
@@ -196,10 +196,11 @@ _LONG_BEFORE = 5.0  # seconds before the culprit
 
 
 def _report(culprit: Worker, workers: Sequence[Worker], last_words: list[bytes], printer: Printer) -> None:
-    left = [worker for worker in workers if worker.code == 0 and worker.ended < culprit.ended - _LONG_BEFORE]
+    since = culprit.ended - (0 if culprit.aborted else _LONG_BEFORE)
+    left = [worker for worker in workers if worker.code == 0 and worker.ended < since]
     if left:  # the others may have waited for it in vain
         printer.say("; ".join(f"rank {worker.rank} ended with exit code 0 {worker.after()}" for worker in left))
-    said = culprit.end() if culprit.code == WAITED else f"{culprit.end()}, before any other"
+    said = culprit.end() if culprit.code == WAITED or culprit.aborted else f"{culprit.end()}, before any other"
     # What JAX logs of the launcher's own SIGTERM to a process that was just failing says nothing of why.
     last_words = [line for line in last_words if b"preemption_notifier.cc" not in line]
     if last_words:

@@ -28,6 +28,11 @@ class Worker:
     started: float
     ended: float = 0.0
     code: int | None = None
+    aborted: bool = False  # by JAX, because process 0, through which the others hear of each other, had ended
+
+    def for_another(self) -> bool:
+        """Returns True if it has not failed by itself, but ended because another process had, or was told to end."""
+        return self.aborted or self.code in (FOR_ANOTHER, -signal.SIGTERM)
 
     def end(self) -> str:
         how = f"failed with exit code {self.code}"
@@ -37,6 +42,8 @@ class Worker:
             how = f"was ended by signal {-self.code}"
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(-self.code).name}"
+        if self.aborted:
+            how += " (JAX aborts it, because rank 0 ended first)"
         return f"rank {self.rank} {how} {self.after()}"
 
     def after(self) -> str:
@@ -103,6 +110,7 @@ class Crew:
 
         def note_end(i: int, code: int) -> None:
             worker = self.workers[i]
+            worker.aborted = code == -signal.SIGABRT and any(w.rank == 0 and w.code == 0 for w in self.workers)
             worker.ended, worker.code = time.monotonic(), code
             self._events.put(worker)
 
@@ -140,8 +148,7 @@ class Crew:
         # there is much memory to free: a neighbour can have failed and ended by then. Nothing else gives a SIGKILL.
         # And process 0 stays until all others have learnt that it has failed; they end before it does.
         def blame(worker: Worker) -> tuple[bool, bool, bool, float]:
-            others = worker.code in (FOR_ANOTHER, -signal.SIGTERM)
-            return worker.code != -signal.SIGKILL, others, worker.code == WAITED, worker.ended
+            return worker.code != -signal.SIGKILL, worker.for_another(), worker.code == WAITED, worker.ended
 
         return min(failed, key=blame, default=None)
 

@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import json
+import os
 import platform
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -135,10 +136,14 @@ def _everybody(exchange: Exchange, label: str, values: dict[int, Any], text: str
 
 
 def _first_line(texts: dict[int, str]) -> str:
-    """Returns the first line of the programs that differs between processes, and the line of each."""
+    """Returns the first line of the programs that differs between processes, and of each from where it differs."""
     lines = {process: text.splitlines() for process, text in texts.items()}
     for number in range(max(map(len, lines.values()))):
         each = {p: (t[number].strip() if number < len(t) else "no such line") for p, t in lines.items()}
         if len({*each.values()}) > 1:
-            return f"line {number + 1} of its StableHLO: {by_value({p: t[:160] for p, t in each.items()})}"
+            cut = max(0, len(os.path.commonprefix([*each.values()])) - 60)
+            shown = {p: "..." * (cut > 0) + line[cut : cut + 160] for p, line in each.items()}
+            constant = any("stablehlo.constant" in line for line in each.values())
+            kind = " (a constant, of the code or one that a function closes over)" if constant else ""
+            return f"line {number + 1} of its StableHLO{kind}: {by_value(shown)}"
     return "its StableHLO, beyond what was compared line by line"

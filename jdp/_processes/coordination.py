@@ -24,7 +24,14 @@ class AbsentError(DesyncError):
     __module__ = "jdp.distributed"
 
 
-AbsentError.__name__ = AbsentError.__qualname__ = DesyncError.__name__
+class FailedError(AbsentError):
+    """Another process has an error in the place of a call, and is about to end with it: to users a `DesyncError`."""
+
+    __module__ = "jdp.distributed"
+
+
+for _kind in (AbsentError, FailedError):
+    _kind.__name__ = _kind.__qualname__ = DesyncError.__name__
 
 
 def client() -> Any:

@@ -86,7 +86,7 @@ def _fail(error: BaseException, show_it: Callable[[], None] = lambda: None) -> N
     # JAX waits for the others at exit, and they may be waiting for this process: it ends here, whatever happens.
     kind, interrupted, text = type(error), isinstance(error, KeyboardInterrupt), text_of(error)
     try:
-        let_the_listener_speak(text)
+        let_the_listener_speak(error)
         if interrupted:
             say("\n".join([f"jdp: process {own_process()} was interrupted", *getattr(error, "__notes__", ())]))
         else:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._launch.protocol import FOR_ANOTHER, WAITED
-from .coordination import DesyncError, client, flush, now, own_process, process_count, say
+from .coordination import DesyncError, FailedError, client, flush, now, own_process, process_count, say
 from .watch import watch
 
 _FAILED = "jdp/failed"
@@ -81,14 +81,15 @@ def tell(what: str) -> None:
         pass
 
 
-def let_the_listener_speak(error: str) -> None:
-    """Waits up to three seconds with an error that the end of another process may have caused.
+def let_the_listener_speak(error: BaseException) -> None:
+    """Waits up to three seconds with an error that the failure or the end of another process may have caused.
 
     In that time the listener may learn which process that was. It then says so and ends this process, so that the name
     is the last line of the output.
     """
     over = time.monotonic() + 3 * _GRACE
-    while _ending.is_set() or (time.monotonic() < over and any(name in error for name in _CONNECTIONS)):
+    waits = isinstance(error, FailedError) or any(name in text_of(error) for name in _CONNECTIONS)
+    while _ending.is_set() or (waits and time.monotonic() < over):
         time.sleep(_GRACE / 10)
 
 

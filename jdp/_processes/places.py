@@ -42,7 +42,7 @@ class Place(NamedTuple):
     compiles: bool
     positions: dict[str, int]  # the number of calls and programs in each group; all come to them in one order
     called_back: float = 0.0  # seconds since the running program called back into Python
-    calls: Mapping[str, str] = MappingProxyType({})  # the last call or program in each group
+    calls: Mapping[str, Sequence[str]] = MappingProxyType({})  # the last few calls and programs in each group
 
 
 NOWHERE = Place(0, "", 0, "", 0.0, False, {})

@@ -62,6 +62,7 @@ _Block = AbstractContextManager[None]
 _FOLDER = "jdp/at/"
 _BEAT = 2.0  # seconds between two notes of where this process is
 _SILENCE = 3 * _BEAT  # a process that is well and within reach is never silent for so long
+_KNOWN = 8  # calls of each process that the others know
 _FEW = 64  # up to so many processes, each may ask for all others
 _SAME = f"; all processes make the same calls in the same order. {HINT}"
 _SMALL = 4096  # bytes of an output that may be kept alive until it is computed
@@ -76,7 +77,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._positions: dict[str, int] = {}
-        self._calls: dict[str, str] = {}
+        self._calls: dict[str, tuple[str, ...]] = {}  # the last few in each group
         self._doing, self._since = "its start", time.monotonic()
         self._starts_since: float | None = None  # since when JAX's backend has been starting
         self._compiles_since: float | None = None
@@ -96,7 +97,8 @@ class Watch:
 
     def moved(self, group: str, what: str) -> None:
         """Notes that this process has come to the next call or program of a group."""
-        self._positions[group], self._calls[group] = self._positions.get(group, 0) + 1, what
+        self._positions[group] = self._positions.get(group, 0) + 1
+        self._calls[group] = *self._calls.get(group, ())[1 - _KNOWN :], what
         self._doing, self._since, self._compiles_since = what, time.monotonic(), None
 
     def dispatched(self, group: str, processes: tuple[int, ...], output: jax.Array) -> None:
@@ -420,10 +422,13 @@ class Watch:
         return [p for p, position in behind.items() if position == min(behind.values())]
 
     def _elsewhere(self, pending: Pending) -> dict[int, str]:
-        """Returns the processes that wait at another call, which they have come to in the place of this program."""
-        here = {p: x for p, x in self._still(pending).items() if self._position(p, pending) == pending.position}
-        calls = {p: place.calls.get(pending.group, pending.what) for p, place in here.items()}
-        return {p: what for p, what in calls.items() if what != pending.what}
+        """Returns the processes that came to another call in the place of this program, and may have gone on since."""
+        found = {}
+        for process, place in self._still(pending).items():
+            calls, ahead = place.calls.get(pending.group, ()), self._position(process, pending) - pending.position
+            if 0 <= ahead < len(calls) and calls[-1 - ahead] != pending.what:
+                found[process] = calls[-1 - ahead]
+        return found
 
     def _last_of(self, process: int) -> str:
         if process not in self._places:

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.fingerprint import check_replicas
+from .._core.fingerprint import check_replicas, compare_forms
 from .._core.layout import Tree
 from .._core.outline import page_of
 from .._core.programs import are_freed
@@ -108,6 +108,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         self._program.note_shardings(*self._replicated([]))
         state = self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ()))
         if config.mesh.exchange is not None:  # each process has made its own
+            compare_forms({"opt_state": state.opt_state}, config.mesh, VERB)
             check_replicas({"step": state.step, "opt_state": state.opt_state}, config.mesh, VERB)
         self._put_optimizer(state)
 

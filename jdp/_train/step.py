@@ -14,7 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from .._core.calls import known_batch, remember_batch
-from .._core.fingerprint import check_replicas
+from .._core.fingerprint import check_replicas, compare_forms
 from .._core.layout import Tree
 from .._core.programs import Layouts, are_freed, capturing
 from .._core.replica_mesh import outside_of_mesh
@@ -217,6 +217,7 @@ class TrainStep(Step[TrainState]):
             self._program.forget()  # ZeRO cuts other shapes along other axes
         state = first_state(self._first, variables, key, jaxpr, shapes, self._program.shardings(shapes))
         if mesh.exchange is not None and not traced:  # each process has made its own by its optimizer
+            compare_forms({"opt_state": state.opt_state}, mesh, VERB)
             check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes
         if not traced:

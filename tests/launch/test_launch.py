@@ -485,6 +485,20 @@ def test_who_ends_for_anothers_sake_is_not_to_blame_although_it_ends_first():
     assert alone[0] == FOR_ANOTHER and "rank 0 failed" in alone[2]
 
 
+def test_whom_jax_aborts_after_process_0_is_not_to_blame():
+    """It stops the processes that cannot hear of each other any more; no code of theirs runs then."""
+    script = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ready(); until(*[f"ready-{i}-0" for i in range(2)])
+    if rank: until_ended(0); os.abort()
+    """
+    code, _, err = launch("-n", "2", script=script)
+    assert code == 134 and "before any other" not in err
+    assert "jdp launch: rank 0 ended with exit code 0 after" in err
+    assert "jdp launch: rank 1 was ended by SIGABRT (JAX aborts it, because rank 0 ended first) after" in err
+
+
 @pytest.mark.parametrize("kernel", ["new", "old"])
 def test_ends_are_noted_with_their_codes_in_their_order(kernel, monkeypatch):
     if kernel == "old":
@@ -692,8 +706,8 @@ def test_no_more_are_left_out_than_may_be(monkeypatch):
     assert "[1] 3 3 1" in out.splitlines()  # another, which is ended meanwhile, may be the last that is read
 
 
-def failed(rank, after=1.0, code=1):
-    return workers.Worker(rank, None, 0.0, after, code)
+def failed(rank, after=1.0, code=1, aborted=False):
+    return workers.Worker(rank, None, 0.0, after, code, aborted)
 
 
 @pytest.mark.parametrize(
@@ -705,6 +719,7 @@ def failed(rank, after=1.0, code=1):
         ([(1,), (1, 61.0), (1,)], [0, 1, 2, 3]),
         ([(1,), (1, 1.0, FOR_ANOTHER)], [0, 1, 2, 3]),
         ([(1, 1.0, -15), (1, 1.0, -15)], [0, 1, 2, 3]),
+        ([(1, 1.0, -6, True), (1, 1.0, -6, True)], [0, 1, 2, 3]),
         ([(1,), (1,), (1,), (1,)], [0, 3]),  # ranks are counted anew: the second is that of place 2
         ([(1,)] * 5 + [(0,)] * 5, [0, 3]),  # no fewer than 2
     ],

@@ -394,6 +394,21 @@ def case_exits_with_0():
         float(metrics["loss"])
 
 
+def case_loader_fails():
+    """The data of one place cannot be read, at each start."""
+    dp, v = jdp.DataParallel(linear), variables()
+
+    def batches():
+        for k in range(4):
+            if k == 2 and culprit() and jax.process_count() == 2:
+                note("fault")
+                raise OSError("the disk is broken")
+            yield batch_of(HERE, k)
+
+    for batch in dp.prefetch(batches()):
+        dp.apply(v, batch["x"])
+
+
 def case_exits_before_the_first_call():
     """One has nothing to do, as it thinks, and never asks for its devices."""
     if culprit():
@@ -453,6 +468,8 @@ def case_programs():
         attempt("verb", lambda: step(state, batch_of(HERE)))
     good_step("after verb")
 
+    tx = optax.sgd(0.1) if culprit() else optax.adam(0.1)  # of which one has no state
+    attempt("optimizer", lambda: dp.train_step(mse, tx).init(variables()))
     model = nn.Dense(9 if culprit() else 8)
     attempt("size", lambda: jdp.DataParallel(model).init(jax.random.key(0), np.ones((2, 4), np.float32)))
     attempt("loop", evaluate_or_train)

@@ -563,6 +563,7 @@ def case_checkpoint_data():
         lacks = text_of(lambda: checkpointer.save(2, {"w": state["w"]} | ({"n": 5} if P else {})))
         one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
         steps = text_of(lambda: checkpointer.save(2 + P, state))
+        back = text_of(lambda: checkpointer.restore(state, step=None if P else 1))
     directory_of._PATIENCE = 2.0
     other = pathlib.Path(sys.argv[1], f"not shared {P}")
     other.mkdir()
@@ -570,8 +571,8 @@ def case_checkpoint_data():
         (other / ".jdp-lock").touch()  # a job that was killed has left it
     with jdp.Checkpointer(other) as alone:
         apart = text_of(lambda: alone.save(1, state))
-    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "apart": apart, "left": os.listdir(other)}
-    return {"w": found["w"], "data": data, "latest": checkpointer.latest_step} | texts
+    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "back": back, "apart": apart}
+    return {"w": found["w"], "data": data, "latest": checkpointer.latest_step, "left": os.listdir(other)} | texts
 
 
 def case_two_checkpointers():
@@ -583,6 +584,20 @@ def case_two_checkpointers():
             one.save(step, state)
             other.save(step, state)
         return {"w": [x.restore(state)[0]["w"] for x in (one, other)], "latest": [one.latest_step, other.latest_step]}
+
+
+def case_closed_in_one_process():
+    """The next save is refused, and not begun; when all have closed it, they go on."""
+    state = {"w": jdp.replicate(np.arange(3.0, dtype=np.float32))}
+    checkpointer = jdp.Checkpointer(pathlib.Path(sys.argv[1], "closed"))
+    checkpointer.save(1, state)
+    if P == 0:
+        checkpointer.close()
+    refused = text_of(lambda: checkpointer.save(2, state))
+    checkpointer.close()
+    checkpointer.save(2, state)
+    checkpointer.close()
+    return {"refused": refused, "latest": checkpointer.latest_step}
 
 
 def case_empty_arrays():

@@ -9,7 +9,7 @@ import types
 import pytest
 from laws import free_port
 
-from jdp._processes import exchange
+from jdp._processes import agree, exchange
 
 LEAVES = """
 import sys
@@ -110,3 +110,23 @@ def test_what_a_process_leaves_is_bounded():
         [sys.executable, "-c", LEAVES, str(free_port())], capture_output=True, text=True, timeout=60, env=environ
     )
     assert "KEPT True 64" in done.stdout, done.stdout + done.stderr[-2000:]  # Gloo writes there as well
+
+
+def test_two_programs_are_shown_from_where_they_differ():
+    """A table that a function closes over is one long line, which may differ in its middle alone."""
+    table = [f"{k}.000000e+00" for k in range(3000)]
+    texts = {}
+    for process in range(3):
+        table[777] = f"{777 + process // 2}.000000e+00"
+        texts[process] = f"module @jit\n  %cst = stablehlo.constant dense<[{', '.join(table)}]>\n  return"
+    found = agree._first_line(texts)
+    start = (
+        "line 2 of its StableHLO (a constant, of the code or one that a function closes over): processes 0, 1 have ..."
+    )
+    assert found.startswith(start) and len(found) < 600
+    same, other = found.split("; process 2 has ...")
+    assert " 777.000000e+00, 778.0" in same and " 778.000000e+00, 778.0" in other
+    assert (
+        agree._first_line({0: "a\n", 1: "a\nb"})
+        == "line 2 of its StableHLO: process 0 has no such line; process 1 has b"
+    )

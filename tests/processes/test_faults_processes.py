@@ -381,6 +381,17 @@ def test_a_loop_of_prefetch_that_one_process_leaves(start, row, options):
     row(f"rank 1 of 2, {options[-1]} device(s) each: a loop of prefetch left, and the next one begun", job, seconds)
 
 
+def test_the_process_whose_loader_fails_is_left_out(start, row):
+    """The other, which hears of the error in the place of a batch, has not failed itself."""
+    job = start("loader_fails", 0, options=[*ONE, "--max-restarts", "3", "--min-processes", "1"])
+    seconds = job.ended(START)
+    said = job.said()
+    assert job.code() == 0, str(job)
+    assert said.count("rank 0 failed with exit code 1 after") == 2 and "rank 1 " not in said, str(job)
+    assert "for the second time running, and is left out; 1 of 2 go on" in said, str(job)
+    row("OSError in the loader of rank 0 of 2, at each start (--min-processes 1)", job, seconds)
+
+
 @OF_TWO
 def test_one_save_more(start, row, options):
     """A process that saves alone, after the others have ended, says whom it waits for."""
@@ -514,6 +525,7 @@ def test_other_programs(start, row):
             "another model size",
             r"\['params'\]\['bias'\]: processes 0, 1, 3 have .*\[8\]; process 2 has .*\[9\]",
         ),
+        ("optimizer", "another optimizer", r"\['opt_state'\].*: processes 0, 1, 3 have .*; process 2 has nothing"),
         (
             "loop",
             "a plain loop ends early, then evaluates,",

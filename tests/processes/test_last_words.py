@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jdp._processes import hooks, last_words
+from jdp._processes import coordination, hooks, last_words
 from jdp._processes.places import DEAD, state_of
 
 ROOT = str(pathlib.Path(__file__).parents[2])
@@ -92,9 +92,10 @@ def test_a_process_ends_though_nothing_can_be_printed(streams):
 @pytest.mark.parametrize(
     ("error", "seconds"),
     [
-        ("UNKNOWN: Gloo all-reduce failed: Connection closed by peer", 3),
-        ("INTERNAL: NCCL operation failed", 3),
-        ("row 17 is no good", 0),
+        (RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), 3),
+        (RuntimeError("INTERNAL: NCCL operation failed"), 3),
+        (coordination.FailedError("process 0 has no batch, but an error"), 3),
+        (ValueError("row 17 is no good"), 0),
     ],
 )
 def test_an_error_that_another_process_may_have_caused_waits_for_its_name(monkeypatch, error, seconds):

@@ -605,6 +605,10 @@ def test_checkpoint_data(found):
         assert "ValueError" in result["lacks"] and "['n'] is not the same in all processes" in result["lacks"]
         steps = "ValueError: jdp.Checkpointer: the processes save different steps: process 0 has 2; process 1 has 3; "
         assert result["steps"].startswith(steps), result["steps"]
+        back = (
+            "ValueError: jdp.Checkpointer: the processes restore different steps: process 0 has 1; process 1 has None; "
+        )
+        assert result["back"].startswith(back), result["back"]
         assert "RuntimeError: jdp.Checkpointer: process 1 does not see what process 0 writes in" in result["apart"]
         assert "(No such file or directory)" in result["apart"]
         assert result["left"] == ([".jdp-lock"] if process else [])
@@ -618,6 +622,16 @@ def test_two_checkpointers(found):
         assert result["latest"] == [20, 20]
         for w in result["w"]:
             np.testing.assert_array_equal(w, np.arange(100000))
+
+
+@pytest.mark.full
+def test_closed_in_one_process(found):
+    text = (
+        "ValueError: jdp.Checkpointer: the processes save with different Checkpointers: one has been closed in some of"
+    )
+    for result in found:
+        assert result["refused"].startswith(text), result["refused"]
+        assert result["latest"] == 2
 
 
 @pytest.mark.full

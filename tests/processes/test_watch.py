@@ -181,6 +181,28 @@ def test_another_call_in_its_place_is_named(job):
     assert "process 0 is at another call in its place, jdp.prefetch" in found[1]
 
 
+def test_who_was_at_another_call_in_its_place_and_is_ahead_is_named(job):
+    """A new program makes two moves. The process gives it up, catches the error, and does something else."""
+    for output in job.come():
+        output.ready = True
+    for what in ("check_replicas", "check_replicas (a new program)"):
+        job.watches[1].moved("all", what)
+    job.come((0, 2))
+    assert not job.go_on(19)
+    found = job.go_on(5)
+    assert found.keys() == {0, 2}
+    assert all("process 1 is at another call in its place, jdp.check_replicas;" in why for why in found.values())
+
+
+@pytest.mark.parametrize("more", [1, 7, 50])
+def test_who_is_ahead_after_the_same_call_is_not_to_blame(job, more):
+    """It does not wait for what it has dispatched; the names of its older calls may be forgotten."""
+    job.come()
+    for _ in range(more):
+        job.watches[1].moved("all", "another")
+    assert not job.go_on(100)
+
+
 def test_another_call_of_another_group_is_none(job):
     """What a process does with others, apart from these, does not stand in the place of this program."""
     outputs = job.come()
@@ -362,7 +384,7 @@ def test_what_a_process_tells(job):
     assert (
         place[1:4] == ["b", 101, "step.mse"]
         and place[4] < 4
-        and place[5:] == [False, {"all": 1}, 0.0, {"all": "step.mse"}]
+        and place[5:] == [False, {"all": 1}, 0.0, {"all": ["step.mse"]}]
     )
 
 
