@@ -85,13 +85,15 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
         )
 
 
-def compare_forms(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
-    """Raises a `DesyncError` if the leaves of a tree have other paths, shapes or dtypes in another process.
+def check_made_alike(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
+    """Compares a tree that each process has made, and first its form: its leaves' paths, shapes and dtypes.
 
     A process that has compared such a tree before would not compare the program of `check_replicas` again, and one
-    whose tree has no leaves makes no such call. Every process has to call this.
+    whose tree has no leaves makes no such call. Every process of a job has to call this; alone a process compares
+    nothing.
     """
-    assert mesh.exchange is not None
+    if mesh.exchange is None:
+        return
     mine = {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)}
     all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len({*mesh.exchange.tell(f"{verb} (its state)", all_of_it, limits.start).values()}) > 1:
@@ -100,6 +102,7 @@ def compare_forms(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
             f"jdp.{verb}: the processes have states of other forms: {what or 'in another order'}; all "
             f"processes run one program. Make the model and the optimizer alike on all of them."
         )
+    check_replicas(tree, mesh, verb)
 
 
 def _with_one_value(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import contextlib
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -40,8 +41,22 @@ from .nnx import filters_of, put_nodes, take_nodes, with_nodes
 ModuleKind = Literal["linen", "nnx", "function"]
 
 
-training: ContextVar[Any] = ContextVar("jdp_training", default=None)
-"""The `Config` of the wrapper of an NNX module whose step is traced."""
+_in_step: ContextVar[Any] = ContextVar("jdp_in_step", default=None)
+
+
+@contextlib.contextmanager
+def training(config: Config) -> Iterator[None]:
+    """Traces its body as the loss of a step of this wrapper, which holds an NNX module."""
+    token = _in_step.set(config)
+    try:
+        yield
+    finally:
+        _in_step.reset(token)
+
+
+def is_training(config: Config) -> bool:
+    """Returns True while the loss of a step of this wrapper is traced."""
+    return _in_step.get() is config
 
 
 class Config:

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.fingerprint import check_replicas, compare_forms
+from .._core.fingerprint import check_made_alike
 from .._core.layout import Tree
 from .._core.outline import page_of
 from .._core.programs import are_freed
@@ -87,12 +87,8 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
             return view(state[0])
 
         def two(model: Any, batch: Tree) -> Any:
-            token = training.set(dp._config)
-            try:
-                with rows_explained(batch):
-                    out = loss_fn(model, batch)
-            finally:
-                training.reset(token)
+            with rows_explained(batch), training(dp._config):
+                out = loss_fn(model, batch)
             if criterion is not None:
                 return out
             loss, metrics, _ = results_of(out, options.reserved, FORMS[:2])
@@ -107,9 +103,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         super().__init__(dp, loss_fn, loss, tx.tx, of_model_alone, options, in_axes)
         self._program.note_shardings(*self._replicated([]))
         state = self._program.placed(TrainState(tx.step[...], (), nnx.as_pure(tx.opt_state), ()))
-        if config.mesh.exchange is not None:  # each process has made its own
-            compare_forms({"opt_state": state.opt_state}, config.mesh, VERB)
-            check_replicas({"step": state.step, "opt_state": state.opt_state}, config.mesh, VERB)
+        check_made_alike({"step": state.step, "opt_state": state.opt_state}, config.mesh, VERB)
         self._put_optimizer(state)
 
     @outside_of_mesh

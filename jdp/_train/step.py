@@ -14,7 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from .._core.calls import known_batch, remember_batch
-from .._core.fingerprint import check_replicas, compare_forms
+from .._core.fingerprint import check_made_alike, check_replicas
 from .._core.layout import Tree
 from .._core.programs import Layouts, are_freed, capturing
 from .._core.replica_mesh import outside_of_mesh
@@ -216,11 +216,9 @@ class TrainStep(Step[TrainState]):
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
             self._program.forget()  # ZeRO cuts other shapes along other axes
         state = first_state(self._first, variables, key, jaxpr, shapes, self._program.shardings(shapes))
-        if mesh.exchange is not None and not traced:  # each process has made its own by its optimizer
-            compare_forms({"opt_state": state.opt_state}, mesh, VERB)
-            check_replicas({"opt_state": state.opt_state}, mesh, VERB)
         self._shapes = shapes
         if not traced:
+            check_made_alike({"opt_state": state.opt_state}, mesh, VERB)
             self._results.keep(state, jax.tree.leaves(state))
             self._inner_shardings = self._program.inner_shardings
         return state

@@ -21,7 +21,7 @@ from .._core.replicate import broadcast, refuse_freed_in, sharded
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx
-from .._model.config import Config, kind_of, training
+from .._model.config import Config, is_training, kind_of
 from .._page import Page, in_bytes, in_notebook
 from .._train.parallel import parallel
 from .._train.train_step import train_step
@@ -244,7 +244,7 @@ class DataParallel(nnx.Module, Generic[M]):
                 raise TypeError(_NO_PARAMS)
             return self.apply(*args, **kwargs)
         if in_replica() or is_tabulated(self):
-            if training.get() is self._config:
+            if is_training(self._config):
                 raise TypeError(_NOT_TRAINED)
             return cast(Any, self.module)(*args, **kwargs)
         with _nnx.sorted_captures(self.module):
