@@ -297,7 +297,7 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
     """Raises a `TypeError` for rows as a list or tuple of numbers, or of 0-d arrays: each would be replicated.
 
     `rows` is None if nothing is cut. Then any list of numbers in a batch counts as rows, but none among a call's
-    arguments does. A tuple of Python numbers among these may be a size.
+    arguments does. A short tuple may be a size, or hold the weights of losses.
     """
     is_batch = isinstance(root, str)
     tops = () if is_batch else (inputs, *inputs)
@@ -308,11 +308,11 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
     def are_rows(x: Any) -> bool:
         if type(x) not in (list, tuple) or len(x) < 2 or any(x is top for top in tops):
             return False
-        if len(x) != rows and not (rows is None and is_batch and type(x) is list):
+        if type(x) is tuple and (rows is None or len(x) < 5):
+            return False
+        if len(x) != rows and not (rows is None and is_batch):
             return False
         inside = jax.tree.leaves(x) if is_batch else x
-        if type(x) is tuple and not is_batch and are_of_python(inside):
-            return False
         return bool(inside) and all(isinstance(v, bool | int | float) or _is_number(v) for v in inside)
 
     for path, x in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=lambda x: are_rows(x) or no_further(x)):
@@ -324,7 +324,7 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
                 what, also, way = "Python numbers", ", and each new value compile again", "np"
             raise TypeError(
                 f"jdp.{verb}: {_called(root, path)} is a {type(x).__name__} of {len(x)} {of}{what}, {many}; each would "
-                f"be replicated{also}. Pass {way}.asarray(x), which is cut."
+                f"be replicated{also}. Pass {way}.asarray(x), which is cut, or leave it whole by in_axes."
             )
 
 

@@ -285,7 +285,8 @@ def _look(
             elif axis is STACKED:
                 spec = Stack()
             elif axis is None or not x.ndim:
-                refuse_legacy_key(x, how.verb, called, "be the same on all replicas, which fold a typed key")
+                if how.verb != "scatter":
+                    refuse_legacy_key(x, how.verb, called, "make all replicas draw the same numbers")
                 spec = Whole()
             else:
                 spec = Cut(normal_axis(axis, x.ndim, how.verb, called), ())

@@ -181,7 +181,7 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     if not is_square:  # a BatchNorm would have scaled its rows before
         centred = [v.if_multiplied for v in values if v.if_multiplied is not None and not v.scaled]
         faults += [fault for fault in centred if fault.kind == "number"]
-    if name in ("log", "log1p"):  # no layer takes a logarithm of what it has normalized, half of which is negative
+    if name in ("log", "log1p"):  # as in mutual information; a BatchNorm makes negative numbers, too
         faults += [x for x in met if not _is_of_largest(x)]
     return Fault("number", faults[0].at) if faults else None
 
@@ -264,7 +264,7 @@ def _has_number(value: RowValue) -> bool:
 
 def is_centred(value: RowValue) -> bool:
     """Returns True for rows minus means of all rows, or plus them, that were not divided by a standard deviation."""
-    return value.if_multiplied is not None and not value.scaled
+    return value.if_multiplied is not None and value.if_multiplied.kind == "number" and not value.scaled
 
 
 def makes_variance(eqn: Any, value: RowValue) -> bool:

@@ -250,13 +250,17 @@ def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
     return 0
 
 
-def meets_elsewhere(eqn: Any, values: Sequence[RowValue], linear: bool) -> bool:
-    """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum."""
-    name, places = eqn.primitive.name, _places(values)
+def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bool:
+    """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum.
+
+    An index of another row does so, too, unless it says which row is meant: then rows are only moved.
+    """
+    eqn, places = reader.around[-1], _places(values)
+    name = eqn.primitive.name
     if len(places) < 2 and SEVERAL not in places:
         return False
-    if name in ("gather", "dynamic_slice") or name.replace("-", "_") in primitives.SCATTERS:  # by another row's index
-        return True
+    if name == "gather" or name.replace("-", "_") in primitives.SCATTERS:
+        return {*reader.rows.axes(eqn.invars[0])}.isdisjoint(_indexed(eqn)) and not is_made_in_module(reader.around)
     if name not in primitives.ELEMENTWISE | primitives.LAYERS:
         return False
     is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
@@ -283,11 +287,16 @@ def _indexes_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue
         return False
     along, first = rows.axes(eqn.invars[0]), values[0].kind
     if name != "dynamic_slice":
-        is_gather, numbers = name == "gather", parameter(eqn, "dimension_numbers")
-        indexed = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
-        is_array = first == Kind.ROWS or first == Kind.CONST and not is_gather
-        return is_array and values[1].given and not {*along}.isdisjoint(indexed)
+        is_array = first == Kind.ROWS or first == Kind.CONST and name != "gather"
+        return is_array and values[1].given and not {*along}.isdisjoint(_indexed(eqn))
     return first == Kind.ROWS and any(values[1 + i].given for i in along)
+
+
+def _indexed(eqn: Any) -> Sequence[int]:
+    """Returns the axes of an array that the indices of a gather or a scatter are for."""
+    numbers: Any = parameter(eqn, "dimension_numbers")
+    is_gather = eqn.primitive.name == "gather"
+    return numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims  # type: ignore[no-any-return]
 
 
 def _misaligns(rows: RowCount, eqn: Any, value: RowValue) -> bool:
@@ -372,11 +381,9 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
     value = value._replace(given=False)
     along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
     is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # other operands, and ids, are only moved
-    if value.kind != Kind.ROWS or not along_rows or i:
-        return value
-    if is_key:
+    if value.kind == Kind.ROWS and along_rows and is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
-    return value._replace(place=ORDERED)
+    return value
 
 
 def diagonal(eqn: Any, value: RowValue) -> RowValue | None:

@@ -359,7 +359,7 @@ class Reader:
         rows = self.rows.axes(out) if kind == Kind.ROWS else []
         joined = self.is_joined(eqn, values, rows, out)
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
-        pairs = kind == Kind.ROWS and (len(rows) > 1 or moves and row_pairs.meets_elsewhere(eqn, values, linear))
+        pairs = len(rows) > 1 or moves and kind == Kind.ROWS and row_pairs.meets_elsewhere(self, values, linear)
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         place = self.place(eqn, values, rows, out) if moves or kind == Kind.CONST else 0
         if len(values) == 1 and linear and not (summed or pairs or whole):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import contextlib
+import copy
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping

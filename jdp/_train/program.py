@@ -202,7 +202,7 @@ class Program(Computation):
             options = {} if traced else self.options_of_compiler(state)
             if treedef is not None:
                 found = jit_of_leaves(self, state, treedef, layout, options)
-                self.shapes = {*map(jnp.shape, args[: treedef.num_leaves])}
+                self.shapes |= {*map(jnp.shape, args[: treedef.num_leaves])}
                 if is_plain():
                     found.lower(*args).compile()
             else:

@@ -527,6 +527,14 @@ ACCEPTED = {
     "vmap": lambda x, z: jax.vmap(lambda a, b: jnp.sqrt(((a - b) ** 2).sum()))(x, z).mean(),
     "map": lambda x: lax.map(lambda a: jnp.max(a) / a.sum(), x).mean(),
     "map of turned rows": lambda x, z: nn.softplus(lax.map(jnp.sin, x[::-1])[::-1] * z).mean(),
+    "sorted by class": lambda x, y: ce(x[o := jnp.argsort(y)], y[o]).mean(),
+    "sorted by class, and back": lambda x, w, y: jnp.take_along_axis(
+        (x[o := jnp.argsort(y)] @ w)[jnp.argsort(o)], y[:, None], 1
+    ).mean(),
+    "experts": lambda x, table, y: (
+        jnp.zeros(x.shape[0]).at[o := jnp.argsort(y)].set((x[o] * table[y[o], :1]).sum(1)).mean()
+    ),
+    "context, then a layer": lambda x, w, z: (((jax.nn.relu(x) + x.mean(0)) @ w - z[:, :3]) ** 2).mean(),
     "added up for each class, in one other order": lambda e, y: (
         jax.ops.segment_sum(e[::-1], y[::-1], 3) @ jnp.arange(3.0) / e.shape[0]
     ),
@@ -1084,8 +1092,6 @@ REFUSED = {
         lambda x, y: jnp.take_along_axis(x, jnp.roll(y, 1)[:, None], 1).mean(),
         lambda x, y: jnp.take_along_axis(x[::-1], y[:, None], 1).mean(),
         lambda x, y: (jnp.take_along_axis(x, y[:, None], 1) + jnp.take_along_axis(x, y[::-1, None], 1)).mean(),
-        lambda x, y: jnp.take_along_axis(x, jnp.sort(y)[:, None], 1).mean(),
-        lambda x, y: x[jnp.arange(x.shape[0]), y[::-1]].mean(),
         lambda e, y: jax.ops.segment_sum(e, y[::-1], 3) @ jnp.arange(3.0) / e.shape[0],
         lambda e, y: jnp.zeros(3).at[y[::-1]].add(e) @ jnp.arange(3.0) / e.shape[0],
         lambda x, z: jnp.diag(x @ z[::-1].T).mean(),
