@@ -104,7 +104,8 @@ class Config:
         self.output_device: Device | str | None = resolve_output(verb, output_device)
         self.dim: int = dim
         # Copied, because the caller may change a list or dict of axes later.
-        self.in_axes, self.out_axes = copy.deepcopy((in_axes, out_axes))
+        self.in_axes: Tree = copy.deepcopy(in_axes)
+        self.out_axes: Tree = copy.deepcopy(out_axes)
         self.axis_name: str = axis_name
         self.reduce_state: Reduce = reduce_state
         self.state_axes: dict[Any, int] = dict(state_axes or {})
