@@ -74,12 +74,10 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
         for path, x in leaves
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     }
-    all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len({*mesh.exchange.tell(f"{verb} (values to be cut)", all_of_it, limits.start).values()}) > 1:
-        found = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
+    if found := _difference(mesh, verb, "values to be cut", mine):
         raise ValueError(
             f"jdp.{verb}: the processes have different values to be cut over the devices, by their hashes "
-            f"{found or 'in another order'}; each device must get its part of one value. Make them from the same seed "
+            f"{found}; each device must get its part of one value. Make them from the same seed "
             f"on all processes, or let process 0 send its own "
             f"(jax.experimental.multihost_utils.broadcast_one_to_all)."
         )
@@ -95,14 +93,21 @@ def check_made_alike(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     if mesh.exchange is None:
         return
     mine = {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)}
-    all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len({*mesh.exchange.tell(f"{verb} (its state)", all_of_it, limits.start).values()}) > 1:
-        what = difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step))
+    if found := _difference(mesh, verb, "its state", mine):
         raise DesyncError(
-            f"jdp.{verb}: the processes have states of other forms: {what or 'in another order'}; all "
-            f"processes run one program. Make the model and the optimizer alike on all of them."
+            f"jdp.{verb}: the processes have states of different forms: {found}; all processes run one program. Make "
+            f"the model and the optimizer alike on all of them."
         )
     check_replicas(tree, mesh, verb)
+
+
+def _difference(mesh: ReplicaMesh, verb: str, what: str, mine: dict[str, str]) -> str:
+    """Returns how texts by path differ between the processes; an empty string if they do not. All have to call this."""
+    assert mesh.exchange is not None
+    all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len({*mesh.exchange.tell(f"{verb} ({what})", all_of_it, limits.start).values()}) == 1:
+        return ""
+    return difference(mesh.exchange.tell(f"{verb} (what differs)", mine, limits.step)) or "in another order"
 
 
 def _with_one_value(mesh: ReplicaMesh, specs: Sequence[PartitionSpec], i: int) -> Sequence[Sequence[Any]]:

@@ -288,7 +288,7 @@ def _or_axes(verb: str, name: str) -> str:
     if name.startswith("kwargs"):
         return (
             "; in_axes holds for positional arguments alone. Pass an argument that must be replicated by position, and "
-            "construct DataParallel with in_axes and None in its place"
+            "construct DataParallel with in_axes that has None in its place"
         )
     return ", or construct DataParallel with in_axes, None for an argument that must be replicated"
 

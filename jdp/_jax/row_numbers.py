@@ -5,11 +5,11 @@ if all that follows is linear, the result is no mean: in `(v * f(v.mean())).mean
 of a sum over the rows, so that the whole is a product of two sums.
 
 If something that follows is not linear, it depends on the number. Numbers for each feature belong to a layer of a
-model, and are accepted, unless rows are only centred by them, and a softmax follows. One number of all rows belongs to
-a loss, and is refused: that of a relativistic GAN, `softplus(v - u.mean())`, or of a policy gradient whose advantages
-are normalized by one number and multiplied by other rows. So do numbers, also those for each feature, that rows are
-compared with or cut off by, that choose between rows, or that are looked up for each row by its class. All this is
-accepted again if a layer (a product with parameters) follows, or if the code is in the call of a module.
+model, and are accepted; but rows that are only centred, and not divided by a deviation, make a loss. One number of all
+rows belongs to a loss, and is refused: that of a relativistic GAN, `softplus(v - u.mean())`, or of a policy gradient
+whose advantages are normalized by one number and multiplied by other rows. So do numbers, also those for each feature,
+that rows are compared with or cut off by, that choose between rows, or that are looked up for each row by its class.
+All this is accepted again if a layer (a product with parameters) follows, or if the code is in the call of a module.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def without_a_layer(eqn: Any, values: Sequence[RowValue], linear: bool, at: tupl
     If no layer follows, that is part of a loss: `softplus(v - u.mean())`, `(v - normed(returns)) ** 2`, `v > v.max()`,
     `minimum(v, v.mean() + v.std())`. A square of rows that are only centred counts as part of a variance. Rows that are
     scaled by one number may be rounded, and `exp(v - v.max())` may be part of a softmax over the features. A softmax of
-    rows that were centred for each feature belongs to a loss, as the centre of DINO does, and so does the logarithm of
-    rows that were divided by such numbers: `log(p / p.mean(0))`.
+    rows that were centred for each feature belongs to a loss, as the centre of DINO does. So does any other function of
+    such rows, and the logarithm of rows that were divided by the means of their features: `log(p / p.mean(0))`.
     """
     name = eqn.primitive.name
     if name in primitives.LAYERS:
@@ -195,6 +195,7 @@ def product_with_rows(name: str, a: RowValue, b: RowValue, at: tuple[Any, ...]) 
         rows / v.std()                a fault of one number, which lasts: a loss normalizes its rows by it
         rows / v.mean()               the same, but it lasts only if the rows were centred before
         rows / v.std(0)               none, as in a BatchNorm; so is a product with an `inverse`, as `rsqrt(v.var(0))`
+        rows / v.max(0)               "nonlinear", unless the rows were centred before
         rows / v.mean(0)              "nonlinear", unless the rows were centred before
         e / e.sum(1)                  none, where e is `exp(v - v.max())`: it is a softmax
         scaled rows * w(v.mean(0))    none: what follows in a BatchNorm is its scale
