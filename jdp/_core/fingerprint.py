@@ -74,7 +74,7 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
         for path, x in leaves
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
     }
-    if found := _difference(mesh, verb, "values to be cut", mine):
+    if found := _difference_between(mesh, verb, "values to be cut", mine):
         raise ValueError(
             f"jdp.{verb}: the processes have different values to be cut over the devices, by their hashes "
             f"{found}; each device must get its part of one value. Make them from the same seed "
@@ -93,7 +93,7 @@ def check_made_alike(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     if mesh.exchange is None:
         return
     mine = {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)}
-    if found := _difference(mesh, verb, "its state", mine):
+    if found := _difference_between(mesh, verb, "its state", mine):
         raise DesyncError(
             f"jdp.{verb}: the processes have states of different forms: {found}; all processes run one program. Make "
             f"the model and the optimizer alike on all of them."
@@ -101,7 +101,7 @@ def check_made_alike(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     check_replicas(tree, mesh, verb)
 
 
-def _difference(mesh: ReplicaMesh, verb: str, what: str, mine: dict[str, str]) -> str:
+def _difference_between(mesh: ReplicaMesh, verb: str, what: str, mine: dict[str, str]) -> str:
     """Returns how texts by path differ between the processes; an empty string if they do not. All have to call this."""
     assert mesh.exchange is not None
     all_of_it = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
