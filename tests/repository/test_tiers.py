@@ -47,6 +47,20 @@ def test_full():
 """
 
 
+def run_tests(tmp_path, tier, **environ):
+    """Runs TESTS with this conftest.py, and returns the names of those that passed and that failed, and the text."""
+    (tmp_path / "test_it.py").write_text(TESTS)
+    root = pathlib.Path(__file__).parents[2]
+    inherited = {x: value for x, value in os.environ.items() if "PYTEST" not in x and x != "JDP_TESTS_UNTIL"}
+    environ = {**inherited, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]), **environ}
+    command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    command += ["-p", "conftest", "-p", "no:cacheprovider", "-m", tier, "-rpfs", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    text = done.stdout + done.stderr
+    named = [set(re.findall(rf"^{word} \S*::(\S+)", text, re.MULTILINE)) for word in ("PASSED", "FAILED")]
+    return *named, text
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("tier", "passed", "failed"),
@@ -56,18 +70,18 @@ def test_full():
     ],
 )
 def test_a_tier_has_its_cases_and_the_fast_one_judges_them(tmp_path, tier, passed, failed):
-    (tmp_path / "test_it.py").write_text(TESTS)
-    root = pathlib.Path(__file__).parents[2]
-    environ = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    environ["JDP_TESTS_ARE_JUDGED"] = "1"
-    environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests")])
-    command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path)]
-    command += ["-p", "conftest", "-p", "no:cacheprovider", "-m", tier, "-rpf", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False)
-    said = {word: set(re.findall(rf"^{word} \S*::(\S+)", done.stdout, re.MULTILINE)) for word in ("PASSED", "FAILED")}
-    assert said == {"PASSED": passed, "FAILED": failed}, done.stdout + done.stderr
+    *found, text = run_tests(tmp_path, tier, JDP_TESTS_ARE_JUDGED="1")
+    assert found == [passed, failed], text
     if failed:
-        assert re.search(r"test_long took 2\.\d CPU s; a case of the fast tier may take 2\. Make", done.stdout)
+        assert re.search(r"test_long took 2\.\d CPU s; a case of the fast tier may take 2\. Make", text)
+
+
+@pytest.mark.full
+def test_cases_that_have_not_begun_in_time_are_skipped_and_counted(tmp_path):
+    left_out = tmp_path / "left_out"
+    passed, failed, text = run_tests(tmp_path, "full", JDP_TESTS_UNTIL="1", JDP_TESTS_LEFT_OUT=str(left_out))
+    assert not (passed or failed) and re.search(r"SKIPPED \[5\].* no time is left for it in this run", text), text
+    assert len(left_out.read_text().splitlines()) == 5
 
 
 CRASHES = """
