@@ -20,18 +20,17 @@ def is_made_in(eqn: Any, function: str) -> bool:
 
 
 def is_made_in_module(around: Sequence[Any]) -> bool:
-    """Returns True if an equation was made in a module: in a `__call__` that is not JAX's, or in Linen's code.
+    """Returns True if an equation was made in a module: in a `__call__` that is not JAX's.
 
-    `around` has the equations that it is in, the outermost first, and then itself. Equations inside of a `jit` are not
-    asked, because JAX may have cached them from another caller's trace. False if JAX has not kept the traceback.
+    Another method of a module may be its loss. `around` has the equations that it is in, the outermost first, and then
+    itself. Equations inside of a `jit` are not asked, because JAX may have cached them from another caller's trace.
+    False if JAX has not kept the traceback.
     """
-    jax_folder, linen, own = (_folders(name) for name in ("jax", "flax.linen", __name__.partition(".")[0]))
+    jax_folder, own = (_folders(name) for name in ("jax", __name__.partition(".")[0]))
     for eqn in around:
         made_by = [(os.path.abspath(x.file_name), x.function_name.split(".")[-1]) for x in _frames(eqn)]
         made_by = list(itertools.takewhile(lambda x: not x[0].startswith(own), made_by))
-        if any(
-            name == "__call__" and not path.startswith(jax_folder) or path.startswith(linen) for path, name in made_by
-        ):
+        if any(name == "__call__" and not path.startswith(jax_folder) for path, name in made_by):
             return True
         if eqn.primitive.name in ("jit", "pjit"):
             break

@@ -164,8 +164,9 @@ def uniform(x: Any) -> Any:
 
 
 def repeated(value: RowValue) -> RowValue:
-    """Returns what is known of a value that a loop computes again for each row."""
-    return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
+    """Returns what is known of a value that a loop computes again for each row; a fault that lasts remains."""
+    is_lost = value.kind > Kind.SHARED and value.lasting is None
+    return UNKNOWN if is_lost else value._replace(degree=None, number=None)
 
 
 def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
