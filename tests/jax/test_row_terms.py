@@ -670,6 +670,7 @@ ACCEPTED = {
     "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu((x - x.mean()) @ w).mean(),
     "a model that norms by a number": lambda x, z: Gated().init_with_output(jax.random.key(0), x, z)[0].mean(),
     "a model that cuts rows off": lambda x, y: Cutting().apply({}, x, y).mean(),
+    "such a model in nn.jit": lambda x, z: nn.jit(Gated)().init_with_output(jax.random.key(0), x, z)[0].mean(),
     "a called object that norms": lambda x, z: GatedObject()(x, z).mean(),
     "standardized, and a layer": lambda x, w, m: nn.relu(jax.nn.standardize(x, axis=None) @ w * m[:, None]).mean(),
     "a softmax by hand": lambda o, y: -jnp.log(softmax_by_hand(o)[jnp.arange(o.shape[0]), y]).mean(),
