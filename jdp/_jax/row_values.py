@@ -329,7 +329,12 @@ class RowCount:
         return 0
 
     def slides_over_rows(self, eqn: Any, name: str) -> bool:
-        """Returns True if the window of a convolution, of a pooling or of an FFT holds several rows at a time."""
+        """Returns True if the window of a convolution, of a pooling or of an FFT holds several rows at a time.
+
+        So does a matrix that is decomposed, unless there is one for each row.
+        """
+        if name in primitives.DECOMPOSITIONS:
+            return any(i >= eqn.invars[0].aval.ndim - 2 for i in self.axes(eqn.invars[0]))
         if name.startswith("reduce_window"):
             return any(parameter(eqn, "window_dimensions")[i] != 1 for i in self.axes(eqn.invars[0]))
         if name == "fft":  # along the last axes

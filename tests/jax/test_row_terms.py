@@ -1346,6 +1346,7 @@ COUNTS = {
     "pairs, a mask of numpy": (lambda x, z: (jnp.exp(x @ z.T) * (1 - np.eye(len(x)))).sum(1).mean(), "pairs"),
     "diagonal, a mask of numpy": (lambda x, z: ((x @ z.T) * np.eye(len(x))).sum() / len(x), None),
     "sums of later rows by numpy": (lambda e: (np.triu(np.ones((len(e), len(e)))) @ e).mean(), "pairs"),
+    "whitened by qr": (lambda x, z: ((jnp.linalg.qr(x)[0] - z) ** 2).mean(), "pairs"),
     "of other pairs": (lambda x, z: jnp.diag(x @ z.T, 1).mean(), "pairs"),
     "a sum, and one by one": (lambda e: e.sum() + jnp.stack([v for v in e]).mean(), "sum"),
     "a root, and one by one": (lambda e: jnp.stack([v for v in e]).mean() - jnp.sqrt(e.mean()), "nonlinear"),
