@@ -112,12 +112,14 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     last = first + parameter(eqn, "body_nconsts")
     cond, consts, carry = values[:first], values[first:last], values[last:]
     body, cond_jaxpr = parameter(eqn, "body_jaxpr"), parameter(eqn, "cond_jaxpr")
-    after, _ = _rounds(reader, body, consts, carry, [], False)
-    (goes_on,) = reader.read(cond_jaxpr, [*cond, *after])
+    found, _ = _rounds(reader, body, consts, carry, [], False)
+    (goes_on,) = reader.read(cond_jaxpr, [*cond, *found])
     grows = [v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]]
     by_rows = reader.rows.stands_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
-    if goes_on.kind > Kind.SHARED or any(grows) or by_rows:
-        after, _ = _rounds(reader, body, consts, carry, [], True)
+    if not (goes_on.kind > Kind.SHARED or any(grows) or by_rows):
+        return found
+    after, _ = _rounds(reader, body, consts, carry, [], True)
+    after = [a if x.lasting is None else repeated(x) for a, x in zip(after, found, strict=True)]
     return _at_end(reader, body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
 
 

@@ -19,8 +19,10 @@ SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
 MAY_SUM = _names_in("reduce_sum dot_general conv_general_dilated scatter_add scatter_sub")
 # Adds up all entries along the axes that it names.
 ADDS_UP = _names_in("reduce_sum dot_general")
+# Parts of a matrix, whose entries are made of all of its entries.
+DECOMPOSITIONS = _names_in("qr geqrf householder_product svd")
 # Each entry is made of several neighbouring ones.
-WINDOWS = _names_in(
+WINDOWS = DECOMPOSITIONS | _names_in(
     "conv_general_dilated reduce_window reduce_window_sum reduce_window_max reduce_window_min "
     "reduce_window_and reduce_window_or fft"
 )

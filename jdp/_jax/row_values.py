@@ -164,8 +164,9 @@ def uniform(x: Any) -> Any:
 
 
 def repeated(value: RowValue) -> RowValue:
-    """Returns what is known of a value that a loop computes again for each row."""
-    return UNKNOWN if value.kind > Kind.SHARED else value._replace(degree=None, number=None)
+    """Returns what is known of a value that a loop computes again for each row; a fault that lasts remains."""
+    is_lost = value.kind > Kind.SHARED and value.lasting is None
+    return UNKNOWN if is_lost else value._replace(degree=None, number=None)
 
 
 def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
@@ -328,7 +329,12 @@ class RowCount:
         return 0
 
     def slides_over_rows(self, eqn: Any, name: str) -> bool:
-        """Returns True if the window of a convolution, of a pooling or of an FFT holds several rows at a time."""
+        """Returns True if the window of a convolution, of a pooling or of an FFT holds several rows at a time.
+
+        So does a matrix that is decomposed, unless there is one for each row.
+        """
+        if name in primitives.DECOMPOSITIONS:
+            return any(i >= eqn.invars[0].aval.ndim - 2 for i in self.axes(eqn.invars[0]))
         if name.startswith("reduce_window"):
             return any(parameter(eqn, "window_dimensions")[i] != 1 for i in self.axes(eqn.invars[0]))
         if name == "fft":  # along the last axes

@@ -178,6 +178,43 @@ def sharpness_aware(w, x, o):
     return loss(w + 0.05 * grad / (optax.global_norm(grad) + 1e-12))
 
 
+def transported(x, z):
+    """Sinkhorn's plan, until it changes no more."""
+    cost = ((x[:, None] - z[None]) ** 2).sum(-1)  # <-
+
+    def scaled(state):
+        before = state[1]
+        f = -jax.nn.logsumexp(before[None] - cost, 1)
+        return before, -jax.nn.logsumexp(f[:, None] - cost, 0)
+
+    start = jnp.ones(x.shape[0]), jnp.zeros(x.shape[0])
+    _, g = lax.while_loop(lambda v: jnp.abs(v[0] - v[1]).max() > 1e-3, scaled, start)
+    return g.mean()
+
+
+def paired(x, z):
+    """Pairs each row with the nearest one that is still free."""
+    cost = ((x[:, None] - z[None]) ** 2).sum(-1)
+
+    def step(used, distances):
+        nearest = jnp.argmin(jnp.where(used, jnp.inf, distances))
+        return used.at[nearest].set(True), nearest
+
+    order = lax.scan(step, jnp.zeros(x.shape[0], bool), cost)[1]  # <-
+    return ((x - z[order]) ** 2).mean()
+
+
+def assigned(x, z):
+    cost = ((x[:, None] - z[None]) ** 2).sum(-1)  # <-
+    i, j = optax.assignment.hungarian_algorithm(cost)
+    return ((x[i] - z[j]) ** 2).mean()
+
+
+def assigned_in_each_row(t):
+    i, j = jax.vmap(optax.assignment.hungarian_algorithm)(t)
+    return jax.vmap(lambda cost, i, j: cost[i, j])(t, i, j).mean()
+
+
 def ppo(e, o, y):
     """Its advantages are divided by the root of an unbiased variance, which is one number, and no BatchNorm's."""
     advantage = (e - e.mean()) / (jnp.std(e, ddof=1) + 1e-8)  # <-
@@ -193,6 +230,17 @@ class Gated(nn.Module):
     def __call__(self, x, z):
         one = nn.BatchNorm(use_running_average=False)(nn.Dense(1)(x))
         return jnp.maximum(one * z, (x - x.mean()) / x.std() * jax.nn.silu(x - x.mean()) * z)
+
+
+class Relativistic(nn.Module):
+    """A critic with a method for its loss, which is no part of its forward pass."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x)[:, 0]
+
+    def loss(self, x, z):
+        return nn.softplus(self(z).mean() - self(x)).mean()
 
 
 class GatedObject:
@@ -478,6 +526,7 @@ ACCEPTED = {
     "masked autoencoder": masked_autoencoder,
     "drawn places": drawn_places,
     "capacity": capacity,
+    "assigned in each row": assigned_in_each_row,
     "mean of absolute values": lambda x: jnp.tanh(x / jnp.abs(x).mean(0)).mean(),
     "guarded rows": lambda e: jnp.where(jnp.isfinite(e), e, 0.0).mean(),
     "more than one": lambda e: jnp.where(jnp.asarray(e.shape[0]) > 1, e.mean(), 0.0),
@@ -621,6 +670,7 @@ ACCEPTED = {
     "a layer of its own": lambda x, w: jax.nn.gelu((x / x.max()) @ w).mean() + jax.nn.silu((x - x.mean()) @ w).mean(),
     "a model that norms by a number": lambda x, z: Gated().init_with_output(jax.random.key(0), x, z)[0].mean(),
     "a model that cuts rows off": lambda x, y: Cutting().apply({}, x, y).mean(),
+    "such a model in nn.jit": lambda x, z: nn.jit(Gated)().init_with_output(jax.random.key(0), x, z)[0].mean(),
     "a called object that norms": lambda x, z: GatedObject()(x, z).mean(),
     "standardized, and a layer": lambda x, w, m: nn.relu(jax.nn.standardize(x, axis=None) @ w * m[:, None]).mean(),
     "a softmax by hand": lambda o, y: -jnp.log(softmax_by_hand(o)[jnp.arange(o.shape[0]), y]).mean(),
@@ -1153,6 +1203,9 @@ REFUSED = {
         lambda x, m: jnp.where(m[:, None], x, x[::-1]).mean(),
         simclr,
         advantages,
+        transported,
+        paired,
+        assigned,
         over_the_rows,
         largest_so_far,
     ],
@@ -1171,6 +1224,13 @@ def test_what_is_no_mean_is_refused_with_its_line(kind, fn):
 def test_what_a_library_computes_is_blamed_on_the_line_that_calls_it():
     fault = traced(lambda x: optax.global_norm(x)).faults("mean", [0])[0]
     assert fault.line == f"test_row_terms.py:{inspect.currentframe().f_lineno - 1}"
+
+
+def test_a_method_of_a_module_that_is_not_its_call_may_be_a_loss():
+    critic = Relativistic()
+    variables = critic.init(jax.random.key(0), ROWS["x"])
+    fault = traced(lambda x, z: critic.apply(variables, x, z, method="loss")).faults("mean", [0])[0]
+    assert fault.kind == "number"
 
 
 def test_what_is_no_mean_over_so_many_rows_is_refused():
@@ -1286,6 +1346,7 @@ COUNTS = {
     "pairs, a mask of numpy": (lambda x, z: (jnp.exp(x @ z.T) * (1 - np.eye(len(x)))).sum(1).mean(), "pairs"),
     "diagonal, a mask of numpy": (lambda x, z: ((x @ z.T) * np.eye(len(x))).sum() / len(x), None),
     "sums of later rows by numpy": (lambda e: (np.triu(np.ones((len(e), len(e)))) @ e).mean(), "pairs"),
+    "whitened by qr": (lambda x, z: ((jnp.linalg.qr(x)[0] - z) ** 2).mean(), "pairs"),
     "of other pairs": (lambda x, z: jnp.diag(x @ z.T, 1).mean(), "pairs"),
     "a sum, and one by one": (lambda e: e.sum() + jnp.stack([v for v in e]).mean(), "sum"),
     "a root, and one by one": (lambda e: jnp.stack([v for v in e]).mean() - jnp.sqrt(e.mean()), "nonlinear"),
