@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
+from .._jax.private import arrays_on_its_mesh
 from .devices import outside
 from .inputs import is_unbound_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
@@ -337,6 +338,7 @@ _NO_AXES = AbstractMesh((), ())
 _inside: contextvars.ContextVar[tuple[ReplicaMesh | None, ...]] = contextvars.ContextVar("jdp_replicas", default=())
 _lock = threading.Lock()
 _threads_inside = 0
+_undo: Callable[[], None]
 
 
 @contextlib.contextmanager
@@ -371,16 +373,16 @@ def in_replica() -> bool:
 
 @contextlib.contextmanager
 def _left_out() -> Iterator[None]:
-    """Replaces `jax.lax.with_sharding_constraint` while any thread traces a replica.
+    """Replaces `jax.lax.with_sharding_constraint`, and the types of arrays, while any thread traces a replica.
 
     Nothing in JAX leaves axes out: inside of a `shard_map` a constraint that names an axis of another mesh, or one of
     the `shard_map`, is an error before it becomes part of the program. Flax looks the function up at each call, and so
     do most models; one that was imported by name stays as it is, and JAX's error with it.
     """
-    global _threads_inside
+    global _threads_inside, _undo
     with _lock:
         if not _threads_inside:
-            jax.lax.with_sharding_constraint = _constraint
+            jax.lax.with_sharding_constraint, _undo = _constraint, arrays_on_its_mesh(_inside.get)
         _threads_inside += 1
     try:
         yield
@@ -389,6 +391,7 @@ def _left_out() -> Iterator[None]:
             _threads_inside -= 1
             if not _threads_inside:
                 jax.lax.with_sharding_constraint = _of_jax
+                _undo()
 
 
 _of_jax = jax.lax.with_sharding_constraint

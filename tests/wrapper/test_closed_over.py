@@ -44,7 +44,11 @@ def in_a_scan(v):
     return body
 
 
-FUNCTIONS = {"plain": lambda v: lambda w, x: jnp.tanh(x @ w - x @ v), "nested": in_a_scan}
+FUNCTIONS = {
+    "plain": lambda v: lambda w, x: jnp.tanh(x @ w - x @ v),
+    "nested": in_a_scan,
+    "its entries": lambda v: lambda w, x: jnp.tanh(x @ w - v[1] * v[:3].sum() - jnp.asarray(v)[jnp.argmax(x, 1)]),
+}
 
 
 def value_and_grad(dp, fn, x):
@@ -124,9 +128,12 @@ def test_an_nnx_teacher_that_is_wrapped():
     close(step(X[:7])["loss"], want)
 
 
-def test_a_teacher_in_training_is_named():
+@pytest.mark.parametrize("on_the_devices", [False, True])
+def test_a_teacher_in_training_is_named(on_the_devices):
     student = jdp.DataParallel(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), devices=range(N))
     norm = nnx.BatchNorm(4, rngs=nnx.Rngs(1))
+    if on_the_devices:
+        jdp.DataParallel(norm, devices=range(N))
     step = student.train_step(lambda model, x: jnp.mean(model(norm(x)) ** 2), optax.sgd(0.1))
     with pytest.raises(Exception, match="Cannot mutate") as error:
         step(X)
