@@ -132,7 +132,10 @@ def parallel(
         if in_replica():
             return step_fn(*args, **kwargs)
         config.refuse_other_mesh()
-        (args, kwargs), nodes = take_nodes((_hold_static(args, static), kwargs))
+        given = _hold_static(args, static), kwargs
+        (args, kwargs), nodes = take_nodes(given, states=False)  # a step on what nnx.split returns, as for pmap
+        if nodes:  # a step on objects, which are updated in place
+            (args, kwargs), nodes = take_nodes(given)
         axes = _axes_of_arguments(in_axes, static, args, dim, bool(nodes))
         whole = {p: x for p, x in enumerate(args) if axes[p] is None}
         # Replicated arguments are None among those that are cut, so that each keeps its position.
