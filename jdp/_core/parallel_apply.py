@@ -338,7 +338,6 @@ _NO_AXES = AbstractMesh((), ())
 _inside: contextvars.ContextVar[tuple[ReplicaMesh | None, ...]] = contextvars.ContextVar("jdp_replicas", default=())
 _lock = threading.Lock()
 _threads_inside = 0
-_undo: Callable[[], None]
 
 
 @contextlib.contextmanager
@@ -358,7 +357,7 @@ def replica_context(mesh: ReplicaMesh | None = None, under_mesh: bool = False) -
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
     inside = mesh.inside if mesh and is_grouped else _NO_AXES
-    with _left_out(), contextlib.nullcontext() if under_mesh else jax.sharding.use_abstract_mesh(inside):
+    with _left_out(), arrays_on_its_mesh() if under_mesh else jax.sharding.use_abstract_mesh(inside):
         token = _inside.set((*_inside.get(), mesh if is_grouped else None))
         try:
             yield
@@ -373,16 +372,16 @@ def in_replica() -> bool:
 
 @contextlib.contextmanager
 def _left_out() -> Iterator[None]:
-    """Replaces `jax.lax.with_sharding_constraint`, and the types of arrays, while any thread traces a replica.
+    """Replaces `jax.lax.with_sharding_constraint` while any thread traces a replica.
 
     Nothing in JAX leaves axes out: inside of a `shard_map` a constraint that names an axis of another mesh, or one of
     the `shard_map`, is an error before it becomes part of the program. Flax looks the function up at each call, and so
     do most models; one that was imported by name stays as it is, and JAX's error with it.
     """
-    global _threads_inside, _undo
+    global _threads_inside
     with _lock:
         if not _threads_inside:
-            jax.lax.with_sharding_constraint, _undo = _constraint, arrays_on_its_mesh(_inside.get)
+            jax.lax.with_sharding_constraint = _constraint
         _threads_inside += 1
     try:
         yield
@@ -391,7 +390,6 @@ def _left_out() -> Iterator[None]:
             _threads_inside -= 1
             if not _threads_inside:
                 jax.lax.with_sharding_constraint = _of_jax
-                _undo()
 
 
 _of_jax = jax.lax.with_sharding_constraint

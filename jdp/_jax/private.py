@@ -288,24 +288,34 @@ def starts_backends() -> bool:
     return bool(_running("jax._src.xla_bridge", "backends"))
 
 
-def arrays_on_its_mesh(in_replica: Callable[[], Any]) -> Callable[[], None]:
-    """Gives an array the type of those on the mesh of a replica that is traced; returns a function that undoes it.
+@contextlib.contextmanager
+def arrays_on_its_mesh() -> Iterator[None]:
+    """Gives arrays of another mesh the type of those on the mesh of the replica that this thread traces in its body.
 
-    JAX casts an array of another mesh, which a function closes over, so by itself, but `x[i]` looks at its type before
-    (JAX 0.12 does not). Without the name `x[i]` of such an array is an error of JAX 0.10.
+    JAX casts such an array, which a function closes over, so by itself, but `x[i]` looks at its type before (JAX 0.12
+    does not). Without the name `x[i]` of such an array is an error of JAX 0.10.
 
     Tried: a trace under no mesh, and under one of Auto axes. JAX does not combine the array with those of the replica.
     """
     types, kind = _found("jax._src.core", "pytype_aval_mappings"), _found("jax._src.array", "ArrayImpl")
     if not types or kind not in types:
-        return lambda: None
-    of_jax = types[kind]
+        yield
+        return
+    with _types_are_changed:
+        of_jax, thread = types[kind], threading.get_ident()
 
-    def type_of(x: Any) -> Any:
-        found, mesh = of_jax(x), jax.sharding.get_abstract_mesh()
-        if not in_replica() or not mesh.manual_axes or found.sharding.mesh.empty or found.sharding.mesh == mesh:
-            return found
-        return found.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        def type_of(x: Any) -> Any:
+            found, mesh = of_jax(x), jax.sharding.get_abstract_mesh()
+            had = found.sharding.mesh
+            if threading.get_ident() != thread or not mesh.manual_axes or had.empty or had == mesh:
+                return found
+            return found.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
-    types[kind] = type_of
-    return lambda: types.update({kind: of_jax})
+        types[kind] = type_of
+        try:
+            yield
+        finally:
+            types[kind] = of_jax
+
+
+_types_are_changed = threading.RLock()
