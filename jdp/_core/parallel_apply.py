@@ -268,7 +268,7 @@ def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) ->
         try:
             return call(*operands)
         except ValueError as error:
-            if _OF_TWO_MESHES not in str(error):
+            if not any(text in str(error) for text in _OF_TWO_MESHES):
                 raise
         return under_mesh(*operands)
 
@@ -327,8 +327,8 @@ def explain_values(error: Exception, who: str) -> None:
         )
 
 
-_OF_TWO_MESHES = "Mesh for all inputs"  # JAX's words
-_OTHER_MESH = _OF_TWO_MESHES, "should match the mesh passed to shard_map"
+_OF_TWO_MESHES = "Mesh for all inputs", "should match the mesh of sharding"  # JAX's words
+_OTHER_MESH = "Mesh for all inputs", "should match the mesh passed to shard_map"
 
 
 _NO_AXES = AbstractMesh((), ())

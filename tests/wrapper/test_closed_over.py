@@ -96,6 +96,11 @@ def test_what_is_replicated(door):
     close(DOORS[door](DP, fn(v), X[:7]), DOORS[door](one, fn(V), X[:7]))
 
 
+def test_its_entries_where_a_replica_is_several_devices():
+    of, mesh = FUNCTIONS["its entries"], jax.make_mesh((2, 2), ("data", "model"))
+    close(value_and_grad(jdp.DataParallel(plain, mesh), of(jdp.replicate(V)), X), value_and_grad(DP, of(V), X))
+
+
 def test_a_scalar_and_a_metric():
     (loss, _), two = value_and_grad(DP, plain, jdp.scatter(X, DP.devices)), jdp.replicate(np.float32(2), DP.devices)
     found = DP.value_and_grad(lambda w, x: jnp.mean(plain(w, x) * two - loss))(W, X)
