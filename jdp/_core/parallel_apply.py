@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
+from .._jax.private import arrays_on_its_mesh
 from .devices import outside
 from .inputs import is_unbound_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
@@ -267,7 +268,7 @@ def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) ->
         try:
             return call(*operands)
         except ValueError as error:
-            if _OF_TWO_MESHES not in str(error):
+            if not any(text in str(error) for text in _OF_TWO_MESHES):
                 raise
         return under_mesh(*operands)
 
@@ -326,8 +327,8 @@ def explain_values(error: Exception, who: str) -> None:
         )
 
 
-_OF_TWO_MESHES = "Mesh for all inputs"  # JAX's words
-_OTHER_MESH = _OF_TWO_MESHES, "should match the mesh passed to shard_map"
+_OF_TWO_MESHES = "Mesh for all inputs", "should match the mesh of sharding"  # JAX's words
+_OTHER_MESH = "Mesh for all inputs", "should match the mesh passed to shard_map"
 
 
 _NO_AXES = AbstractMesh((), ())
@@ -356,7 +357,7 @@ def replica_context(mesh: ReplicaMesh | None = None, under_mesh: bool = False) -
     """
     is_grouped = mesh is not None and bool(mesh.inner_axes)
     inside = mesh.inside if mesh and is_grouped else _NO_AXES
-    with _left_out(), contextlib.nullcontext() if under_mesh else jax.sharding.use_abstract_mesh(inside):
+    with _left_out(), arrays_on_its_mesh() if under_mesh else jax.sharding.use_abstract_mesh(inside):
         token = _inside.set((*_inside.get(), mesh if is_grouped else None))
         try:
             yield

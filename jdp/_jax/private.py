@@ -14,6 +14,7 @@ If a new version drops a name, a feature is lost or becomes slower, and the func
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
 11. `_wrapped_callback` and `xla_bridge.backends`, which stand in the frames of threads: `callbacks`, `starts_backends`
+12. `jax._src.core.pytype_aval_mappings`, which has the type of a `jax._src.array.ArrayImpl`: `arrays_on_its_mesh`
 """
 
 from __future__ import annotations
@@ -285,3 +286,36 @@ def starts_backends() -> bool:
     Tried: nothing public tells; `jax.devices()` starts them itself.
     """
     return bool(_running("jax._src.xla_bridge", "backends"))
+
+
+@contextlib.contextmanager
+def arrays_on_its_mesh() -> Iterator[None]:
+    """Gives arrays of another mesh the type of those on the mesh of the replica that this thread traces in its body.
+
+    JAX casts such an array, which a function closes over, so by itself, but `x[i]` looks at its type before (JAX 0.12
+    does not). Without the name `x[i]` of such an array is an error of JAX 0.10.
+
+    Tried: a trace under no mesh, and under one of Auto axes. JAX does not combine the array with those of the replica.
+    """
+    types, kind = _found("jax._src.core", "pytype_aval_mappings"), _found("jax._src.array", "ArrayImpl")
+    if not types or kind not in types:
+        yield
+        return
+    with _types_are_changed:
+        of_jax, thread = types[kind], threading.get_ident()
+
+        def type_of(x: Any) -> Any:
+            found, mesh = of_jax(x), jax.sharding.get_abstract_mesh()
+            had = found.sharding.mesh
+            if threading.get_ident() != thread or not mesh.manual_axes or had.empty or had == mesh:
+                return found
+            return found.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+        types[kind] = type_of
+        try:
+            yield
+        finally:
+            types[kind] = of_jax
+
+
+_types_are_changed = threading.RLock()

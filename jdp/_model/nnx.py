@@ -333,9 +333,16 @@ class StandIn:
 
 
 def take_nodes(
-    arguments: Tree, first: int = 0, verb: str = "DataParallel", root: str | tuple[str, ...] = ("args", "kwargs")
+    arguments: Tree,
+    first: int = 0,
+    verb: str = "DataParallel",
+    root: str | tuple[str, ...] = ("args", "kwargs"),
+    states: bool = True,
 ) -> tuple[Tree, list[Any]]:
-    """Returns the arguments with a stand-in for each NNX object, numbered from `first`, and the objects."""
+    """Returns the arguments with a stand-in for each NNX object, numbered from `first`, and the objects.
+
+    Variables in an `nnx.State` are objects only if `states` is true; otherwise they are values, as in `jax.jit`.
+    """
     taken: list[Any] = []
 
     def take(x: Any) -> Any:
@@ -345,7 +352,9 @@ def take_nodes(
         return StandIn(first + len(taken) - 1)
 
     def is_one(x: Any) -> bool:
-        return type(x) not in USUAL and (is_node(x) or isinstance(x, Scattered | Iterator))
+        if type(x) in USUAL:
+            return False
+        return is_node(x) or isinstance(x, Scattered | Iterator) or not states and isinstance(x, nnx.State)
 
     leaves, treedef = flatten_batch(arguments, verb, root, is_one)
     return treedef.unflatten([take(x) for x in leaves]), taken

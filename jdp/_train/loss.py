@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.core
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,7 +24,7 @@ from .._model.linen import mark_state, unbox
 from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss, Traces
-from .state import VERB, first_difference
+from .state import VERB, first_difference, thawed
 from .terms import described, finished, is_number
 
 Wanted = tuple[int, tuple[int, ...], Any]
@@ -426,7 +425,7 @@ def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:
             f"jdp.{VERB}: the updates are a {type(updates).__name__}; they are collections by name. Return what "
             f"model.apply(..., mutable=['batch_stats']) returns with its output."
         )
-    updates = flax.core.unfreeze(dict(updates))
+    updates = thawed(updates)
     for name, collection in updates.items():
         if name not in state:
             what = "holds the parameters, which the optimizer updates" if name == "params" else "is not in the state"

@@ -134,6 +134,9 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
                 )
             if more:
                 raise too_many(more, "step((x, y))")
+            if not trace_state_clean():  # Flax may refuse to write, which is too late when the step has freed the model
+                held = self._dp.module, self.optimizer
+                nnx.update(held, nnx.state(held))
             state, scattered, flat, nodes = self._ready(batch, donates=True)
             return self._program(state, scattered, flat, functools.partial(self._keep, nodes))[1]
         except flax.errors.TraceContextError as error:

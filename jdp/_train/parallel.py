@@ -132,7 +132,7 @@ def parallel(
         if in_replica():
             return step_fn(*args, **kwargs)
         config.refuse_other_mesh()
-        (args, kwargs), nodes = take_nodes((_hold_static(args, static), kwargs))
+        (args, kwargs), nodes = _without_nodes((_hold_static(args, static), kwargs))
         axes = _axes_of_arguments(in_axes, static, args, dim, bool(nodes))
         whole = {p: x for p, x in enumerate(args) if axes[p] is None}
         # Replicated arguments are None among those that are cut, so that each keeps its position.
@@ -192,6 +192,12 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
                 f"tuple for a list), or leave {p} out of static_broadcasted_argnums."
             ) from None
     return tuple(Static(x) if p in static else x for p, x in enumerate(args))
+
+
+def _without_nodes(call: tuple[Any, ...]) -> tuple[Tree, list[Any]]:
+    """Returns a call without its NNX objects, and these; if there is no other, an `nnx.State` is none: it is state."""
+    found = take_nodes(call, states=False)
+    return take_nodes(call) if found[1] else found
 
 
 def _axes_of_arguments(

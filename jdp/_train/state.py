@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx, struct
+from flax import core, nnx, struct
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -118,6 +118,15 @@ def first_state(
         values = [np.full(x.shape, number, x.dtype) for x, number in zip(leaves, numbers, strict=True)]
         count, opt_state = jax.device_put(treedef.unflatten(values), (to.step, to.opt_state), may_alias=False)
     return TrainState(count, params, opt_state, others, key)
+
+
+def thawed(variables: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Returns variables with plain dicts in place of Flax's frozen ones; other containers stay: `OrderedDict`, say."""
+
+    def is_frozen(x: Any) -> bool:
+        return isinstance(x, core.FrozenDict)
+
+    return jax.tree.map(lambda x: x.unfreeze() if is_frozen(x) else x, dict(variables), is_leaf=is_frozen)
 
 
 def checked_key(key: Any) -> Any:

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import flax.core
 import jax
 from flax import nnx
 from jax.core import Tracer
@@ -46,6 +45,7 @@ from .state import (
     opt_shapes,
     refuse_no_arrays,
     shapes_of,
+    thawed,
     too_many,
     was_donated,
 )
@@ -191,7 +191,7 @@ class TrainStep(Step[TrainState]):
                 f"jdp.{VERB}: variables are {what}; gradients are taken of variables['params']. Pass what dp.init "
                 f"returns, or {{'params': params}}."
             )
-        variables = flax.core.unfreeze(dict(variables))
+        variables = thawed(variables)
         check_differentiable(VERB, variables["params"])
         refuse_overwritten(VERB, variables)
         self._match_shards(variables["params"], "variables['params']")

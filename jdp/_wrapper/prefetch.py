@@ -54,11 +54,12 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
             anything else the first one; without, `dim` for all.
 
     Returns:
-        An iterator, whose `len()` is that of `batches` where these have one, in a job of one process.
+        An iterator for one loop, whose `len()` is that of `batches` where these have one, in a job of one process.
 
     Raises:
         TypeError: `batches` is one array or one batch.
         ValueError: `size` is negative; or, when its turn comes, a batch that cannot be cut.
+        RuntimeError: a second loop over what it returned, when all batches of a loader have been taken.
 
     Example:
         >>> import jdp, numpy as np
@@ -81,9 +82,21 @@ class Prefetched(Iterator[Tree]):
 
     def __init__(self, batches: Generator[Tree], loader: Iterable[Tree], several: bool) -> None:
         self._batches, self._loader, self._several = batches, loader, several
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Tree]:
+        if self._ended and not isinstance(self._loader, Iterator):  # the loader would begin again, as in torch
+            raise RuntimeError(
+                "jdp.prefetch: the batches have all been taken, and a second loop would get none; it goes through the "
+                "loader once. Call dp.prefetch(loader) again for each epoch."
+            )
+        return self
 
     def __next__(self) -> Tree:
-        return next(self._batches)
+        self._ended = True  # also after an exception
+        batch = next(self._batches)
+        self._ended = False
+        return batch
 
     def __len__(self) -> int:
         """Returns the number of all batches, including those that were taken already."""

@@ -76,9 +76,9 @@ def same(got, want):
 # ---- jdp/_jax/private.py: the names
 
 
-def test_the_docstring_has_ten_names_at_most():
+def test_the_docstring_has_twelve_names_at_most():
     numbered = [line for line in private.__doc__.splitlines() if line[:1].isdecimal()]
-    assert [int(line.split(".")[0]) for line in numbered] == [*range(1, len(numbered) + 1)] and len(numbered) <= 11
+    assert [int(line.split(".")[0]) for line in numbered] == [*range(1, len(numbered) + 1)] and len(numbered) <= 12
     for line in numbered:
         assert hasattr(private, line.rsplit("`", 2)[1]), line
 
@@ -495,6 +495,22 @@ def test_canary_starts_backends():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     lost_is = lost("jax._src.xla_bridge's backends", "a process that ends before its first call is not named in time")
     assert run.stdout.split() == ["False", "True", "False"], lost_is + run.stderr
+
+
+def test_canary_pytype_aval_mappings():
+    feature = lost("jax._src.core.pytype_aval_mappings", "x[i] of an array that a model closes over fails in JAX 0.10")
+    table = jdp.replicate(W)
+    of_jax = jax.typeof(table)
+    found = jdp.DataParallel(lambda w, x: x @ w + table[0])(W, X)
+    np.testing.assert_allclose(found, X @ W + W[0], rtol=1e-5, err_msg=feature)
+    assert jax.typeof(table) == of_jax and not of_jax.sharding.mesh.manual_axes
+
+
+def test_without_pytype_aval_mappings(without, want):
+    table = jdp.replicate(W)
+    without("pytype_aval_mappings")
+    same(outputs_and_gradients(), want)
+    np.testing.assert_allclose(jdp.DataParallel(lambda w, x: x @ w + x @ table)(W, X), 2 * X @ W, rtol=1e-5)
 
 
 def test_without_compilation_cache(kept, without):

@@ -442,6 +442,16 @@ def test_a_freed_nnx_model_is_refused():
         step(X)
 
 
+@pytest.mark.parametrize("around", [jax.grad, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])])
+def test_an_nnx_step_inside_of_a_transformation_frees_nothing(around):
+    _, step = nnx_step(1)
+    step(X)  # the next step frees what this one made
+    with pytest.raises(Exception, match="Cannot mutate") as error:
+        around(lambda x: step(x)["loss"])(X)
+    assert any("inside of jax.jit or another transformation" in note for note in error.value.__notes__)
+    assert np.isfinite(step(X)["loss"])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} steps".format)  # the third one is a known step
 def test_a_state_of_which_numpy_shares_a_part_is_freed_whole(steps, deterministic):

@@ -457,7 +457,7 @@ class Quiet(nnx.Module):
 
 
 def test_an_nnx_step_is_that_of_pmap():
-    """A pmap program splits the model and its optimizer by hand; here they are updated in place."""
+    """A pmap program splits the model and its optimizer by hand; it runs as it is. Objects are updated in place."""
     model = Quiet()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2, eps=1e-2), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
@@ -470,11 +470,15 @@ def test_an_nnx_step_is_that_of_pmap():
 
     want, pmapped = jax_utils.replicate(state), jax.pmap(pure, axis_name="batch")
     parallel = DP.parallel(step, axis_name="batch", in_axes=(0, None, None, 0))
+    state, unchanged = jax.tree.map(jnp.copy, state), DP.parallel(pure, axis_name="batch")
     for _ in range(3):
         losses = parallel(X, model, optimizer, Y)
+        state, alike = unchanged(state, X, Y)
         want, expected = pmapped(want, stacked(X), stacked(Y))
         close(losses, expected)
+        close(alike, expected)
     close(nnx.state((model, optimizer)), jax_utils.unreplicate(want), atol=1e-7)
+    close(state, jax_utils.unreplicate(want), atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")

@@ -44,7 +44,11 @@ def in_a_scan(v):
     return body
 
 
-FUNCTIONS = {"plain": lambda v: lambda w, x: jnp.tanh(x @ w - x @ v), "nested": in_a_scan}
+FUNCTIONS = {
+    "plain": lambda v: lambda w, x: jnp.tanh(x @ w - x @ v),
+    "nested": in_a_scan,
+    "its entries": lambda v: lambda w, x: jnp.tanh(x @ w - v[1] * v[:3].sum() - jnp.asarray(v)[jnp.argmax(x, 1)]),
+}
 
 
 def value_and_grad(dp, fn, x):
@@ -92,6 +96,11 @@ def test_what_is_replicated(door):
     close(DOORS[door](DP, fn(v), X[:7]), DOORS[door](one, fn(V), X[:7]))
 
 
+def test_its_entries_where_a_replica_is_several_devices():
+    of, mesh = FUNCTIONS["its entries"], jax.make_mesh((2, 2), ("data", "model"))
+    close(value_and_grad(jdp.DataParallel(plain, mesh), of(jdp.replicate(V)), X), value_and_grad(DP, of(V), X))
+
+
 def test_a_scalar_and_a_metric():
     (loss, _), two = value_and_grad(DP, plain, jdp.scatter(X, DP.devices)), jdp.replicate(np.float32(2), DP.devices)
     found = DP.value_and_grad(lambda w, x: jnp.mean(plain(w, x) * two - loss))(W, X)
@@ -124,9 +133,12 @@ def test_an_nnx_teacher_that_is_wrapped():
     close(step(X[:7])["loss"], want)
 
 
-def test_a_teacher_in_training_is_named():
+@pytest.mark.parametrize("on_the_devices", [False, True])
+def test_a_teacher_in_training_is_named(on_the_devices):
     student = jdp.DataParallel(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), devices=range(N))
     norm = nnx.BatchNorm(4, rngs=nnx.Rngs(1))
+    if on_the_devices:
+        jdp.DataParallel(norm, devices=range(N))
     step = student.train_step(lambda model, x: jnp.mean(model(norm(x)) ** 2), optax.sgd(0.1))
     with pytest.raises(Exception, match="Cannot mutate") as error:
         step(X)

@@ -1,6 +1,7 @@
 """prefetch: the next batches are scattered ahead, in order, and whatever happens nothing is left behind."""
 
 import collections
+import contextlib
 import functools
 import gc
 import itertools
@@ -165,6 +166,23 @@ def test_after_the_end_it_stays_ended():
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(ahead)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_second_loop_over_a_loader_is_refused(fails, refused):
+    """A loader of torch would begin again; here no batch would come, without a word."""
+    ahead = DP.prefetch([*batches(2), (np.ones(3), np.ones(4))][: 2 + fails], size=0)
+    for _ in itertools.islice(ahead, 1):
+        assert iter(ahead) is ahead  # another loop goes on with the rest
+    with pytest.raises(ValueError, match="must agree") if fails else contextlib.nullcontext():
+        assert len([*ahead]) == 1
+    with refused(RuntimeError, "prefetch", "for each epoch"):
+        list(ahead)
+
+
+def test_a_second_loop_over_an_iterator_is_as_in_python():
+    ahead = DP.prefetch(iter(batches(2)))
+    assert [len([*ahead]) for _ in range(2)] == [2, 0]
 
 
 @pytest.mark.one_case
