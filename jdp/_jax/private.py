@@ -14,6 +14,7 @@ If a new version drops a name, a feature is lost or becomes slower, and the func
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
 11. `_wrapped_callback` and `xla_bridge.backends`, which stand in the frames of threads: `callbacks`, `starts_backends`
+12. `xla_bridge._backends`: `asked_for_devices`
 """
 
 from __future__ import annotations
@@ -285,3 +286,15 @@ def starts_backends() -> bool:
     Tried: nothing public tells; `jax.devices()` starts them itself.
     """
     return bool(_running("jax._src.xla_bridge", "backends"))
+
+
+def asked_for_devices() -> bool:
+    """Returns True if JAX's backends have started, or if a thread starts them now.
+
+    Without the name it is True. Then no process is named that does not ask for devices, and the others end after JAX's
+    own two minutes.
+
+    Tried: `xla_bridge.backends_are_initialized` waits until they are.
+    """
+    backends = _found("jax._src.xla_bridge", "_backends")
+    return backends is None or bool(backends) or starts_backends()
