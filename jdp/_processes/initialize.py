@@ -143,7 +143,7 @@ def _check_times(timeout: Any, start: Any, heartbeat: Any, shutdown: Any) -> Non
         ("timeout", math.inf if timeout is None else timeout, 0.1),
         ("start_timeout", start, 1),
         ("heartbeat_timeout", heartbeat, 1),
-        ("shutdown_timeout", shutdown, 0),
+        ("shutdown_timeout", shutdown, 1),  # with 0 JAX aborts all at the end, however well they are
     ):
         most = math.inf if name == "timeout" else 10**8
         if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not least <= float(seconds) <= most:
