@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .options import Job, described, environments, gpus_to_divide, parse
+from .options import Job, described, environments, gpus_to_divide, parse, refuse_taken_port
 from .output import Printer, Reader, open_the_closed
 from .protocol import WAITED
 from .workers import Crew, Events, Guard, Worker
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
     open_the_closed()
     job = parse(argv)
     try:
+        refuse_taken_port(job, os.environ)
         gpus = gpus_to_divide(job, os.environ)
     except ValueError as error:
         print(f"jdp launch: error: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import numbers
 import os
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 
 from .._jax.private import absent_are_named, found_by_cluster, gloo_goes_by
+from .._launch.protocol import is_taken
 from .compilation_cache import use_compilation_cache
 from .coordination import coordinator, own_process, process_count, say
 from .hooks import install
@@ -232,20 +232,12 @@ _LATER = 3  # seconds between the coordination service giving up and the process
 
 def _refuse_taken_port(port: int) -> None:
     """Raises a `RuntimeError` if the port is in use. JAX only says "Failed to start RPC server", or crashes."""
-    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-        try:
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended are fine
-                probe.bind((host, port))
-            return
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise RuntimeError(
-                    f"jdp.distributed.initialize: process 0 cannot listen on port {port}, which is in use; the "
-                    f"processes meet at a port that is free. End what has it (an earlier job?), or give all processes "
-                    f"another coordinator_address (JAX_COORDINATOR_ADDRESS)."
-                ) from error
-            # else there is no IPv6 here, or JAX says what is wrong
+    if is_taken(port):
+        raise RuntimeError(
+            f"jdp.distributed.initialize: process 0 cannot listen on port {port}, which is in use; the processes meet "
+            f"at a port that is free. End what has it (an earlier job?), or give all processes another "
+            f"coordinator_address (JAX_COORDINATOR_ADDRESS)."
+        )
 
 
 def _interface_to(coordinator: str) -> str | None:

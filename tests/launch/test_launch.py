@@ -1029,6 +1029,14 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(args, match, capsy
     assert info.value.code == 2 and re.search(match, capsys.readouterr().err)
 
 
+def test_a_port_that_another_job_has_is_a_usage_error():
+    """The processes other than the first would come to the other job, and JAX would end it."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        code, out, err = launch("-n", "2", "--coordinator", where, script="print('started')")
+    assert (code, out) == (2, "") and err.startswith(f"jdp launch: error: --coordinator is {where}, and port ")
+
+
 def test_gpus_that_cannot_be_divided_are_a_usage_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     code, out, err = launch("-n", "2", script="print('started')")
