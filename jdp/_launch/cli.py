@@ -101,6 +101,7 @@ def _attempt(
         reader = Reader(crew.pipes(), printer)
         reader.start()
         asked = _supervise(crew, events, job, reader, printer)
+        reader.has_ended(_TO_CLEAN)
         crew.kill()  # what they have left behind, which would keep the pipes open
         reader.finish()
         if found := _wait(reader.has_ended, events):
@@ -133,7 +134,7 @@ def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Pr
             event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             ranks = [str(worker.rank) for worker in crew.running()]
-            crew.kill()
+            crew.kill_workers()
             if asked is not None:
                 printer.say(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not end in time; killed")
             deadline = math.inf
@@ -160,6 +161,8 @@ def _handing_on(number: int, job: Job) -> str:
     return f"{what} to the processes, which have {job.preemption_grace:g} s to save and end; Ctrl-C kills them at once"
 
 
+# Seconds for what a process has left behind: a resource tracker of Python deletes the shared memory of one that failed.
+_TO_CLEAN = 1.0
 _LAST = 2.0  # seconds to write the last lines of a job that was asked to end, if somebody reads them
 
 

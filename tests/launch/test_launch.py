@@ -19,6 +19,7 @@ import time
 import tomllib
 import types
 import uuid
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -624,6 +625,26 @@ def test_a_child_that_moves_to_a_session_of_its_own_does_not_hold_the_launcher()
         assert ended(launcher)[0] == 0 and time.monotonic() - began < 4
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_what_a_process_that_fails_has_left_in_shared_memory_is_deleted(deaf):
+    """Python's resource tracker, a child of each process, does that when its parent is gone."""
+    script = f"""
+    from multiprocessing import shared_memory
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(shared_memory.SharedMemory(create=True, size=9).name)
+        ready()
+        if {deaf}: until("never")
+        os._exit(3)
+    until("ready-0-0")
+    os._exit(3)
+    """
+    code, out, _ = launch("-n", "2", "--grace", "0.2", script=script)
+    assert code == 3
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(out.removeprefix("[0] ").strip())
 
 
 def test_a_child_that_goes_on_writing_does_not_hold_the_launcher():
