@@ -229,10 +229,7 @@ class Watch:
         why = self._why_in_vain(pending, left) if pending else None
         if pending is None or why is None:
             return self._why_in_vain_in_its_start(now, left)
-        return (
-            f"jdp.{pending.what}: process {own_process()} has waited {time.monotonic() - pending.since:.0f} s for it, "
-            f"and {why}"
-        )
+        return f"jdp.{pending.what}: process {own_process()} has waited {now - pending.since:.0f} s for it, and {why}"
 
     def _begin_again(self, now: float) -> None:
         """Takes the others for heard of now, and the running programs for new, after a pause of this process."""
@@ -286,7 +283,8 @@ class Watch:
             why = have_not_asked(absent)
         else:
             return None
-        return f"jdp.distributed: process {own_process()} has waited {waited:.0f} s for the devices of all, and {why}"
+        begun = f"jdp.distributed: process {own_process()} has waited {waited:.0f} s for the devices of all processes"
+        return f"{begun}, and {why}"
 
     def _why_in_vain_at_its_end(self, waited: float, left: set[int]) -> str | None:
         """Returns in words why this process, whose program has ended, should not wait for the others' ends."""

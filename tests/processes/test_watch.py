@@ -156,7 +156,7 @@ def test_who_does_not_ask_for_devices_is_named(job, state, seconds, why):
     assert found.keys() == {0, 1}
     assert (
         "jdp.distributed: process 1 has waited" in found[1]
-        and f"for the devices of all, and process 2 {why}" in found[1]
+        and f"for the devices of all processes, and process 2 {why}" in found[1]
     )
 
 
