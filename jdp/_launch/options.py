@@ -237,7 +237,7 @@ def _check_nodes(job: Job) -> None:
 
 
 def refuse_taken_port(job: Job, env: Mapping[str, str]) -> None:
-    """Raises a `ValueError` if rank 0 is to run here and cannot listen: the others would end the job that does."""
+    """Raises a `ValueError` if rank 0 runs here and could not listen: the others would end the job that does."""
     if job.coordinator is None or job.node or env.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return
     if is_taken(port := int(job.coordinator.rpartition(":")[2])):

@@ -312,9 +312,10 @@ class Watch:
         self._looks = self._looks + 1 if self._rounds == self._seen else 0
         self._seen = self._rounds
         # Not what `look` knew: it may stand still since before the newest program was dispatched.
-        now, pending = time.monotonic(), self._still_running()
-        self._starts_since = (self._starts_since or now) if starts_backends() else None
-        waits = self._waits or (self._starts_since and ("distributed", self._starts_since, now + limits.step))
+        now, pending, waits = time.monotonic(), self._still_running(), self._waits
+        starts = self._starts_since = (self._starts_since or now) if starts_backends() else None
+        if starts is not None:
+            waits = "distributed", starts, starts + limits.step
         few = self._looks < 2 * _SILENCE + process_count() // 250
         if few or own_process() == 0 or (pending is None and waits is None):
             return None
