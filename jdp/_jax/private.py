@@ -13,8 +13,7 @@ If a new version drops a name, a feature is lost or becomes slower, and the func
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
-11. `_wrapped_callback` and `xla_bridge.backends`, which stand in the frames of threads: `callbacks`, `starts_backends`
-12. `xla_bridge._backends`: `asked_for_devices`
+11. `_wrapped_callback`, `xla_bridge.backends` and `_backends`: `callbacks`, `starts_backends`, `asked_for_devices`
 """
 
 from __future__ import annotations
