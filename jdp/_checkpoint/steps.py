@@ -12,7 +12,7 @@ import jax
 
 from .._processes.coordination import say
 from .._processes.exchange import by_value
-from .._processes.places import named
+from .._processes.places import limits, named
 from .directory import Sign, free_name, remove_unfinished, steps_in
 from .items import VERB
 from .read import Damaged, read, tell_all
@@ -134,7 +134,8 @@ class Steps:
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
         gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # deleted by its writer
         mine = {"step": step, "next": found, "gone": gone, "newest": there[-_FEW:]}
-        told, *others = [json.loads(text) for text in tell_all(json.dumps(mine))]
+        # All come from the start of the job, or from what they did together: none of them writes or reads before this.
+        told, *others = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
         asked = {process: e["step"] for process, e in enumerate([told, *others])}
         if len({*asked.values()}) > 1:
             raise ValueError(

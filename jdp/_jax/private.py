@@ -13,7 +13,7 @@ If a new version drops a name, a feature is lost or becomes slower, and the func
 8. `_nnx_tabulate_id` of an NNX object: `is_tabulated`
 9. `__captures__` of an NNX object: `CAPTURES`
 10. `jax._src.compilation_cache.get_file_cache`, and `jax._src.compiler._cache_write`: `keep_programs`
-11. `_wrapped_callback` and `xla_bridge.backends`, which stand in the frames of threads: `callbacks`, `starts_backends`
+11. `_wrapped_callback`, `xla_bridge.backends` and `_backends`: `callbacks`, `starts_backends`, `asked_for_devices`
 12. `jax._src.core.pytype_aval_mappings`, which has the type of a `jax._src.array.ArrayImpl`: `arrays_on_its_mesh`
 """
 
@@ -286,6 +286,18 @@ def starts_backends() -> bool:
     Tried: nothing public tells; `jax.devices()` starts them itself.
     """
     return bool(_running("jax._src.xla_bridge", "backends"))
+
+
+def asked_for_devices() -> bool:
+    """Returns True if JAX's backends have started, or if a thread starts them now.
+
+    Without the name it is True. Then no process is named that does not ask for devices, and the others end after JAX's
+    own two minutes.
+
+    Tried: `xla_bridge.backends_are_initialized` waits until they are.
+    """
+    backends = _found("jax._src.xla_bridge", "_backends")
+    return backends is None or bool(backends) or starts_backends()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .options import Job, described, environments, gpus_to_divide, parse
+from .options import Job, described, environments, gpus_to_divide, parse, refuse_taken_port
 from .output import Printer, Reader, open_the_closed
 from .protocol import WAITED
 from .workers import Crew, Events, Guard, Worker
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
     open_the_closed()
     job = parse(argv)
     try:
+        refuse_taken_port(job, os.environ)
         gpus = gpus_to_divide(job, os.environ)
     except ValueError as error:
         print(f"jdp launch: error: {error}", file=sys.stderr)
@@ -100,6 +101,7 @@ def _attempt(
         reader = Reader(crew.pipes(), printer)
         reader.start()
         asked = _supervise(crew, events, job, reader, printer)
+        reader.has_ended(_TO_CLEAN)
         crew.kill()  # what they have left behind, which would keep the pipes open
         reader.finish()
         if found := _wait(reader.has_ended, events):
@@ -132,7 +134,7 @@ def _supervise(crew: Crew, events: Events, job: Job, reader: Reader, printer: Pr
             event = events.get(timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             ranks = [str(worker.rank) for worker in crew.running()]
-            crew.kill()
+            crew.kill_workers()
             if asked is not None:
                 printer.say(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not end in time; killed")
             deadline = math.inf
@@ -159,6 +161,8 @@ def _handing_on(number: int, job: Job) -> str:
     return f"{what} to the processes, which have {job.preemption_grace:g} s to save and end; Ctrl-C kills them at once"
 
 
+# Seconds for what a process has left behind: a resource tracker of Python deletes the shared memory of one that failed.
+_TO_CLEAN = 1.0
 _LAST = 2.0  # seconds to write the last lines of a job that was asked to end, if somebody reads them
 
 

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from .protocol import is_taken
+
 _ABOUT = """\
 Run a script as N processes of one JAX job, as torchrun does for torch.
 
@@ -232,6 +234,17 @@ def _check_nodes(job: Job) -> None:
     is_host = host and (":" not in host or host.startswith("[") and host.endswith("]"))
     if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--coordinator is {coordinator!r}; it is a host and a port. Pass it as 10.0.0.1:29500.")
+
+
+def refuse_taken_port(job: Job, env: Mapping[str, str]) -> None:
+    """Raises a `ValueError` if rank 0 runs here and could not listen: the others would end the job that does."""
+    if job.coordinator is None or job.node or env.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return
+    if is_taken(port := int(job.coordinator.rpartition(":")[2])):
+        raise ValueError(
+            f"--coordinator is {job.coordinator}, and port {port} is in use; rank 0 listens there. End what has it (an "
+            f"earlier job?), or pass all launchers another port."
+        )
 
 
 def _check_script(script: str, module: bool) -> None:

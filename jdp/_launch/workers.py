@@ -134,6 +134,11 @@ class Crew:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.process.pid, number)
 
+    def kill_workers(self) -> None:
+        """Kills the workers, and not what they have started, which may have to clean up."""
+        self.killed = min(self.killed, time.monotonic())
+        self.signal(signal.SIGKILL)
+
     def kill(self) -> None:
         """Kills the workers, and all that they have started."""
         self.killed = min(self.killed, time.monotonic())

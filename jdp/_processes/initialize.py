@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import numbers
 import os
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 
 from .._jax.private import absent_are_named, found_by_cluster, gloo_goes_by
+from .._launch.protocol import is_taken
 from .compilation_cache import use_compilation_cache
 from .coordination import coordinator, own_process, process_count, say
 from .hooks import install
@@ -79,8 +79,8 @@ def initialize(
         timeout: seconds that a process waits for the others, at a call of jdp or for a program that was dispatched.
             Longer, where one of them does long work alone between two steps (evaluates, or writes); None: forever.
         start_timeout: seconds that it waits for the others to start, at the first call of each kind, and at each save
-            of a `jdp.Checkpointer`. Where one does not start, JAX names it in the log, and ends the process with
-            SIGABRT.
+            and restore of a `jdp.Checkpointer`. Where one does not start, JAX names it in the log, and ends the process
+            with SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others
             with SIGABRT. Pass more than twice `timeout`, so that the messages above come first.
         shutdown_timeout: seconds that a process which has ended waits for the others to end. Then it names those that
@@ -143,7 +143,7 @@ def _check_times(timeout: Any, start: Any, heartbeat: Any, shutdown: Any) -> Non
         ("timeout", math.inf if timeout is None else timeout, 0.1),
         ("start_timeout", start, 1),
         ("heartbeat_timeout", heartbeat, 1),
-        ("shutdown_timeout", shutdown, 0),
+        ("shutdown_timeout", shutdown, 1),  # with 0 JAX aborts all at the end, however well they are
     ):
         most = math.inf if name == "timeout" else 10**8
         if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not least <= float(seconds) <= most:
@@ -232,20 +232,12 @@ _LATER = 3  # seconds between the coordination service giving up and the process
 
 def _refuse_taken_port(port: int) -> None:
     """Raises a `RuntimeError` if the port is in use. JAX only says "Failed to start RPC server", or crashes."""
-    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-        try:
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended are fine
-                probe.bind((host, port))
-            return
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise RuntimeError(
-                    f"jdp.distributed.initialize: process 0 cannot listen on port {port}, which is in use; the "
-                    f"processes meet at a port that is free. End what has it (an earlier job?), or give all processes "
-                    f"another coordinator_address (JAX_COORDINATOR_ADDRESS)."
-                ) from error
-            # else there is no IPv6 here, or JAX says what is wrong
+    if is_taken(port):
+        raise RuntimeError(
+            f"jdp.distributed.initialize: process 0 cannot listen on port {port}, which is in use; the processes meet "
+            f"at a port that is free. End what has it (an earlier job?), or give all processes another "
+            f"coordinator_address (JAX_COORDINATOR_ADDRESS)."
+        )
 
 
 def _interface_to(coordinator: str) -> str | None:

@@ -43,6 +43,7 @@ class Place(NamedTuple):
     positions: dict[str, int]  # the number of calls and programs in each group; all come to them in one order
     called_back: float = 0.0  # seconds since the running program called back into Python
     calls: Mapping[str, Sequence[str]] = MappingProxyType({})  # the last few calls and programs in each group
+    asked: bool = False  # whether it has asked JAX for devices
 
 
 NOWHERE = Place(0, "", 0, "", 0.0, False, {})
@@ -73,6 +74,14 @@ def named(processes: Sequence[int]) -> str:
 
 def have_ended(processes: Sequence[int]) -> str:
     return f"{named(processes)} {'have ended their programs' if len(processes) > 1 else 'has ended its program'}"
+
+
+def have_not_asked(processes: Sequence[int]) -> str:
+    return (
+        f"{named(processes)} {'have' if len(processes) > 1 else 'has'} not asked for them; all processes do, by "
+        f"jax.devices() or jdp.DataParallel. Do what takes one process long before "
+        f"jdp.distributed.initialize(start_timeout=...)."
+    )
 
 
 def machine() -> str:

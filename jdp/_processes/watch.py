@@ -3,8 +3,8 @@
 The states of a process. The main thread changes them. Two other threads (`last_words.py`) look, and end the process
 if it waits in vain.
 
-* In its start. JAX's backend waits until all processes have asked for their devices, which the frames of Python's
-  threads show. If another has ended without asking, it is named after `limits.step`.
+* In its start. JAX's backend waits until all processes have asked for their devices, which Python's threads show. One
+  that has not is named: after `limits.start`, after `limits.step` if it has ended, after half of that if it is stopped.
 * At its own work (`moved` was called last). It does not wait, and blames no other process. Processes that have waited
   for `limits.step` blame it if it has not moved for as long: "did not come to it".
 * In a call (`waiting`). The main thread looks itself, and raises. `is_cut_off` ends it if process 0 is silent.
@@ -54,9 +54,9 @@ from typing import Any
 
 import jax
 
-from .._jax.private import callbacks, starts_backends
+from .._jax.private import asked_for_devices, callbacks, starts_backends
 from .coordination import ended, own_process, process_count, put, say, under
-from .places import DEAD, HINT, NOWHERE, Pending, Place, have_ended, limits, machine, named, state_of
+from .places import DEAD, HINT, NOWHERE, Pending, Place, have_ended, have_not_asked, limits, machine, named, state_of
 
 _Block = AbstractContextManager[None]
 _FOLDER = "jdp/at/"
@@ -71,8 +71,7 @@ _SMALL = 4096  # bytes of an output that may be kept alive until it is computed
 class Watch:
     """Where this process is, and where the others are as far as it knows.
 
-    The main thread says what it comes to. Two other threads (`last_words.py`) look: `look` asks the coordination
-    service, and `is_cut_off` sees when that does not answer.
+    `look` asks the coordination service, and `is_cut_off` sees when that does not answer.
     """
 
     def __init__(self) -> None:
@@ -205,7 +204,6 @@ class Watch:
             return None
         pending, waits = self._still_running(), self._waits
         self._see_callbacks(pending)
-        self._starts_since = (self._starts_since or now) if starts_backends() else None
         if now >= self._told + _BEAT:
             self.tell()
         self._rounds += 1
@@ -231,10 +229,7 @@ class Watch:
         why = self._why_in_vain(pending, left) if pending else None
         if pending is None or why is None:
             return self._why_in_vain_in_its_start(now, left)
-        return (
-            f"jdp.{pending.what}: process {own_process()} has waited {time.monotonic() - pending.since:.0f} s for it, "
-            f"and {why}"
-        )
+        return f"jdp.{pending.what}: process {own_process()} has waited {now - pending.since:.0f} s for it, and {why}"
 
     def _begin_again(self, now: float) -> None:
         """Takes the others for heard of now, and the running programs for new, after a pause of this process."""
@@ -274,11 +269,22 @@ class Watch:
 
     def _why_in_vain_in_its_start(self, now: float, left: set[int]) -> str | None:
         """Returns in words why this process should not wait for the devices of all; None if it should, or has them."""
-        if not left or self._starts_since is None or now - self._starts_since <= limits.step:
+        if self._starts_since is None:
             return None
-        begun = f"jdp.distributed: process {own_process()} has waited {now - self._starts_since:.0f} s"
-        which = f"{have_ended(sorted(left))} without asking for them"
-        return f"{begun} for the devices of all processes, and {which}{_SAME}"
+        waited = now - self._starts_since
+        absent = [p for p, (place, _) in self._places.items() if not place.asked]
+        gone = [p for p in absent if p in left]
+        stopped = [p for p in self.silent(absent) if self._stopped([p])]
+        if gone and waited > limits.step:
+            why = f"{have_ended(gone)} without asking for them{_SAME}"
+        elif stopped and self.is_enough(waited, stopped):
+            why = f"{named(stopped)} {self.why_silent(stopped)}."
+        elif absent and waited > limits.start:
+            why = have_not_asked(absent)
+        else:
+            return None
+        begun = f"jdp.distributed: process {own_process()} has waited {waited:.0f} s for the devices of all processes"
+        return f"{begun}, and {why}"
 
     def _why_in_vain_at_its_end(self, waited: float, left: set[int]) -> str | None:
         """Returns in words why this process, whose program has ended, should not wait for the others' ends."""
@@ -307,6 +313,9 @@ class Watch:
         self._seen = self._rounds
         # Not what `look` knew: it may stand still since before the newest program was dispatched.
         now, pending, waits = time.monotonic(), self._still_running(), self._waits
+        starts = self._starts_since = (self._starts_since or now) if starts_backends() else None
+        if starts is not None:
+            waits = "distributed", starts, starts + limits.step
         few = self._looks < 2 * _SILENCE + process_count() // 250
         if few or own_process() == 0 or (pending is None and waits is None):
             return None
@@ -376,7 +385,7 @@ class Watch:
             self._beat, self._told = self._beat + 1, now
             idle, positions, calls = round(now - self._since, 1), dict(self._positions), dict(self._calls)
             called_back = round(now - min(self._callbacks.values()), 1) if self._callbacks else 0.0
-            at = self._doing, idle, self._compiles(now), positions, called_back, calls
+            at = self._doing, idle, self._compiles(now), positions, called_back, calls, asked_for_devices()
             place = Place(self._beat, machine(), os.getpid(), *at)
             put(f"{_FOLDER}{own_process()}", json.dumps(place))
 

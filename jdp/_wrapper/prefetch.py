@@ -306,6 +306,8 @@ def _of_all_processes(
     try:
         sizes, outline = finish()
     except DesyncError:
+        if isinstance(failed, SystemExit):
+            sys.exit(failed.code)  # again: one from before a call of jdp counts as caught, and its code as none
         if failed is not None:
             raise failed from None
         raise

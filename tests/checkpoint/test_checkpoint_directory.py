@@ -28,6 +28,7 @@ import pytest
 import jdp
 import jdp._checkpoint.directory as directory_of
 from jdp._checkpoint.directory import LOCK, Quiet
+from jdp._processes.places import limits
 
 STATE = {"w": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
 
@@ -223,12 +224,12 @@ def test_an_old_intact_one_is_found_behind_many_that_are_damaged(tmp_path, monke
     saved(tmp_path, 1)
     for step in range(2, 60):  # of step 1, each of them
         shutil.copytree(tmp_path / "1", tmp_path / str(step))
-    lengths = []
-    tell_all = jdp._checkpoint.steps.tell_all
-    monkeypatch.setattr(jdp._checkpoint.steps, "tell_all", lambda text: lengths.append(len(text)) or tell_all(text))
+    told = []  # and how long it waits for a process that does not come
+    monkeypatch.setattr(jdp._checkpoint.steps, "tell_all", lambda *args: told.append(args) or [args[0]])
     with pytest.warns(UserWarning, match=r"step 59 is damaged .*, and so are 18 more; step 1 is restored") as caught:
         assert restored(tmp_path) == 1
-    assert len(caught) == 1 and max(lengths) < 1000
+    assert len(caught) == 1 and max(len(text) for text, *_ in told) < 1000
+    assert all(args[1:] == (limits.start,) for args in told)
 
 
 # One writer.

@@ -485,16 +485,18 @@ def test_canary_starts_backends():
         "    return make(*args)\n"
         "import jax._src.xla_bridge as bridge\n"
         "make, bridge._init_backend = bridge._init_backend, slow\n"
-        "before = private.starts_backends()\n"
+        "look = lambda: [private.starts_backends(), private.asked_for_devices()]\n"
+        "before = look()\n"
         "thread = threading.Thread(target=jax.devices)\n"
         "thread.start(), began.wait(60)\n"
-        "during = private.starts_backends()\n"
+        "during = look()\n"
         "looked.set(), thread.join()\n"
-        "print(before, during, private.starts_backends())\n"
+        "print(*before, *during, *look())\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    lost_is = lost("jax._src.xla_bridge's backends", "a process that ends before its first call is not named in time")
-    assert run.stdout.split() == ["False", "True", "False"], lost_is + run.stderr
+    what = "a process that ends before its first call, or does not come to it, is not named in time"
+    lost_is = lost("jax._src.xla_bridge's backends and _backends", what)
+    assert run.stdout.split() == ["False", "False", "True", "True", "False", "True"], lost_is + run.stderr
 
 
 def test_canary_pytype_aval_mappings():

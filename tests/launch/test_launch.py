@@ -19,6 +19,7 @@ import time
 import tomllib
 import types
 import uuid
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -626,6 +627,26 @@ def test_a_child_that_moves_to_a_session_of_its_own_does_not_hold_the_launcher()
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_what_a_process_that_fails_has_left_in_shared_memory_is_deleted(deaf):
+    """Python's resource tracker, a child of each process, does that when its parent is gone."""
+    script = f"""
+    from multiprocessing import shared_memory
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(shared_memory.SharedMemory(create=True, size=9).name)
+        ready()
+        if {deaf}: until("never")
+        os._exit(3)
+    until("ready-0-0")
+    os._exit(3)
+    """
+    code, out, _ = launch("-n", "2", "--grace", "0.2", script=script)
+    assert code == 3
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(out.removeprefix("[0] ").strip())
+
+
 def test_a_child_that_goes_on_writing_does_not_hold_the_launcher():
     script = "subprocess.Popen(['sh', '-c', 'while sleep 0.01; do echo again; done']); ready()"
     launcher = start("-n", "1", script=script)
@@ -1027,6 +1048,14 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(args, match, capsy
     with pytest.raises(SystemExit) as info:
         parse(args.split())
     assert info.value.code == 2 and re.search(match, capsys.readouterr().err)
+
+
+def test_a_port_that_another_job_has_is_a_usage_error():
+    """The processes other than the first would come to the other job, and JAX would end it."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        code, out, err = launch("-n", "2", "--coordinator", where, script="print('started')")
+    assert (code, out) == (2, "") and err.startswith(f"jdp launch: error: --coordinator is {where}, and port ")
 
 
 def test_gpus_that_cannot_be_divided_are_a_usage_error(monkeypatch):

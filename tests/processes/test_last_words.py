@@ -289,6 +289,12 @@ EXITS = {
         "async def main(): sys.exit(4)\nasyncio.run(main())",
         4,
     ),
+    "in a loader": (  # after which the process makes a call that tells the others
+        "from jdp._wrapper import prefetch\ndef finish():\n    hooks.Exchange.calls += 1; raise hooks.DesyncError\n"
+        "try: sys.exit(4)\nexcept SystemExit as e: failed = e\n"
+        "prefetch._of_all_processes(None, None, [], finish, failed, None, None)",
+        4,
+    ),
     "caught": ("try: sys.exit(4)\nexcept SystemExit: pass", 0),
     "caught in a function": ("def f():\n    try: sys.exit(4)\n    except SystemExit as e: return e.code\nf()", 0),
     "of argparse": ("import argparse\ntry: argparse.ArgumentParser().parse_args(['x'])\nexcept SystemExit: pass", 0),

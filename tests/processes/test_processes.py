@@ -1184,7 +1184,7 @@ def test_where_process_0_listens_is_a_host_and_a_port(nothing_said, refused):
         jdp.distributed.initialize("127.0.0.1:1", 2, 0)
 
 
-@pytest.mark.parametrize("seconds", [-1, math.nan, "20", True, None, 10**9, math.inf])
+@pytest.mark.parametrize("seconds", [-1, 0, math.nan, "20", True, None, 10**9, math.inf])
 @pytest.mark.parametrize("name", ["timeout", "start_timeout", "heartbeat_timeout", "shutdown_timeout"])
 def test_a_time_is_a_number_of_seconds(nothing_said, refused, name, seconds):
     """Also in a job of one, so that a script says so where it is written."""

@@ -53,6 +53,7 @@ class Job:
             "put": self.keys.__setitem__,
             "ended": lambda: self.left,
             "starts_backends": lambda: self.here in self.asking,
+            "asked_for_devices": lambda: self.here in self.asking,
             "callbacks": lambda: self.called_back.get(self.here, []),
             "state_of": lambda pid: "Z" if pid in self.dead else self.state,
             "under": lambda folder: [(k, v) for k, v in self.keys.items() if k.startswith(folder)],
@@ -132,15 +133,40 @@ def test_what_has_ended_is_not_waited_for(job):
 def test_who_has_ended_without_devices_is_named_by_those_that_wait_for_them(job):
     """After the time-out, because what starts may be slow."""
     job.asking = {0, 1}
-    assert not job.go_on(60)
+    assert not job.go_on(50)
     job.asking = {1}
     assert not job.go_on(1)
     job.asking, job.left = {0, 1}, {2}
     found = job.go_on(19)
     assert list(found) == [1]
-    assert "jdp.distributed: process 1 has waited 6" in found[1]
+    assert "jdp.distributed: process 1 has waited 5" in found[1]
     assert "and process 2 has ended its program without asking for them; all processes make the same" in found[1]
     assert {*job.go_on(3)} == {0, 1}
+
+
+@pytest.mark.parametrize(("state", "seconds", "why"), [
+    ("S", 61, "has not asked for them; all processes do"), ("T", 12, "has given no sign of life for 1"),
+])  # fmt: skip
+def test_who_does_not_ask_for_devices_is_named(job, state, seconds, why):
+    job.go_on(3)
+    job.asking, job.state = {0, 1}, state
+    job.stopped = {2} if state == "T" else set()
+    assert not job.go_on(seconds - 4)
+    found = job.go_on(6)
+    assert found.keys() == {0, 1}
+    assert (
+        "jdp.distributed: process 1 has waited" in found[1]
+        and f"for the devices of all processes, and process 2 {why}" in found[1]
+    )
+
+
+def test_process_0_is_stopped_while_another_waits_for_devices(job):
+    job.asking = {1, 2}
+    job.go_on(3)
+    job.state, job.stopped, job.deaf = "T", {0}, {1, 2}
+    found = job.go_on(24)
+    assert found.keys() == {1, 2}
+    assert "jdp.distributed: process 1 has waited" in found[1] and "process 0 does not answer: it is" in found[1]
 
 
 def test_who_is_met_in_a_call_is_known(job):
@@ -384,7 +410,7 @@ def test_what_a_process_tells(job):
     assert (
         place[1:4] == ["b", 101, "step.mse"]
         and place[4] < 4
-        and place[5:] == [False, {"all": 1}, 0.0, {"all": ["step.mse"]}]
+        and place[5:] == [False, {"all": 1}, 0.0, {"all": ["step.mse"]}, False]
     )
 
 
