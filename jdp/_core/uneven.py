@@ -3,7 +3,8 @@
 If each row of a function's outputs depends on that row of its inputs alone, no replica is idle, and the largest chunk
 has at most 4/3 of the mean number of rows, all replicas run it on chunks of that size. Shorter chunks are filled up
 with copies of a row, and the results of the copies are dropped. Otherwise the function is traced once for each size of
-chunk, and each replica takes the branch (`lax.switch`) that was traced for its size.
+chunk, and each replica takes the branch (`lax.switch`) that was traced for its size. A replica of several devices
+computes all of the branches, and keeps the results of its own (`ReplicaMesh.switch`).
 """
 
 from __future__ import annotations
@@ -175,6 +176,8 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return lambda *operands: finish(run(*operands))
 
+    if len(layout.mesh.all_devices) > layout.mesh.size:  # they also compute on more rows than they have (`switch`)
+        operands = _filled_up(operands, signature, index)
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
     which = [
@@ -188,7 +191,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_name, synced=True)):
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
-        values = jax.lax.switch(mine, branches, *operands)
+        values = layout.mesh.switch(mine, branches, *operands)
     return dataclasses.replace(lead.out, values=values, sizes=_rows_of_outputs(bodies, signature))
 
 
@@ -223,7 +226,7 @@ def _on_no_rows(
         made = zip(run(*operands), idle(*operands), lead.out.rules, strict=True)
         return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
 
-    return jax.lax.cond(index == 0, primary, idle, *operands)
+    return signature.layout.mesh.switch(jnp.minimum(index, 1), [primary, idle], *operands)
 
 
 def _sizes_of_operands(signature: Signature, replica: int) -> tuple[int, ...]:
@@ -394,7 +397,7 @@ def run_segments(
     for j in range(count):
         branches = [functools.partial(_segment, parts, k, j) for k in range(len(parts))]
         branches.append(functools.partial(nothing, j))
-        sent, found = jax.lax.switch(which, branches, operands, kept, results)
+        sent, found = layout.mesh.switch(which, branches, operands, kept, results)
         results.append(bind(parts[0].cuts[j], sent))
         kept.append(found)
 
@@ -403,7 +406,7 @@ def run_segments(
         return finish([read(env, v) for v in parts[k].jaxpr.jaxpr.outvars])
 
     branches = [functools.partial(last, k) for k in range(len(parts))]
-    return jax.lax.switch(which, [*branches, lambda *_: idle], operands, kept, results)
+    return layout.mesh.switch(which, [*branches, lambda *_: idle], operands, kept, results)
 
 
 def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[list[Any], list[list[Any]]]:
