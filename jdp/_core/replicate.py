@@ -77,11 +77,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         found = [
             _over_inner_axes(x, mesh, verb, functools.partial(_path_at, tree, i, root)) for i, x in enumerate(leaves)
         ]
-        # Gradients come back cut as the parameters are, even if the compiler would cut them in another way.
-        traced = {i: x for i, x in enumerate(found) if isinstance(x, Tracer) and mesh.holds(_sharding_of(x))}
-        where = tuple(map(_sharding_of, traced.values()))
-        for i, x in zip(traced, reshard(tuple(traced.values()), where) if traced else (), strict=True):
-            found[i] = x
+        _pin_gradients(found, mesh)
         tree = tree if all(map(operator.is_, found, leaves)) else treedef.unflatten(found)
         leaves = found
     away = _away(leaves, mesh, target)
@@ -207,6 +203,15 @@ def _checked_parameter(leaf: Any, mesh: ReplicaMesh, verb: str, tree: Tree, inde
 
 def _sharding_of(x: Any) -> Any:
     return getattr(concrete(x), "sharding", None)
+
+
+def _pin_gradients(leaves: list[Any], mesh: ReplicaMesh) -> None:
+    """Makes each gradient come back cut as its parameter is, even if the compiler would cut it in another way."""
+    traced = {i: x for i, x in enumerate(leaves) if isinstance(x, Tracer) and mesh.holds(_sharding_of(x))}
+    if traced:
+        found = reshard(tuple(traced.values()), tuple(map(_sharding_of, traced.values())))
+        for i, x in zip(traced, found, strict=True):
+            leaves[i] = x
 
 
 def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:
