@@ -87,14 +87,17 @@ def _body_of_all(bodies: Bodies, signature: Signature) -> Body | None:
 
 
 def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> list[Any]:
-    """Returns the operands, with a chunk's first row in place of its padding, because zeros might give a NaN."""
-    filled = []
+    """Returns the operands, with a row in place of padding, because zeros might give a NaN, or a loop without end."""
+    filled, used, count = [], signature.layout.used, len(signature.layout.rows)
     for x, leaf in zip(operands, signature.leaves, strict=True):
-        if isinstance(leaf, Cut) and len({*leaf.sizes}) > 1:
+        sizes = (*leaf.sizes, *[0] * (count - len(leaf.sizes))) if isinstance(leaf, Cut) else ()
+        if isinstance(leaf, Cut) and len({*sizes}) > 1:
             shape = tuple(x.shape[leaf.axis] if i == leaf.axis else 1 for i in range(x.ndim))
             places = jax.lax.broadcasted_iota(jnp.int32, shape, leaf.axis)
             first = jax.lax.slice_in_dim(x, 0, 1, axis=leaf.axis)
-            x = jnp.where(places < jnp.asarray(np.array(leaf.sizes, np.int32))[index], x, first)
+            if len(used) < count:  # a replica without rows has none to copy
+                first = jax.lax.all_gather(jax.lax.stop_gradient(first), signature.axis_name)[used[0]]
+            x = jnp.where(places < jnp.asarray(np.array(sizes, np.int32))[index], x, first)
         filled.append(x)
     return filled
 
@@ -176,7 +179,8 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return lambda *operands: finish(run(*operands))
 
-    if len(layout.mesh.all_devices) > layout.mesh.size:  # they also compute on more rows than they have (`switch`)
+    # Replicas of several devices also compute on more rows than they have: see `ReplicaMesh.switch`.
+    if layout.used and len(layout.mesh.all_devices) > layout.mesh.size:
         operands = _filled_up(operands, signature, index)
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []

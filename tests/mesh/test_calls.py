@@ -62,9 +62,10 @@ def test_outputs_and_gradients_are_those_of_one_device(name, n):
 def thirds(w, x):
     """Three thirds of a product, as attention cuts off its queries, keys and values, and how much the rows deviate.
 
-    Rows that are equal deviate by the root of zero, whose derivative is infinite.
+    Rows that are equal deviate by the root of zero, whose derivative is infinite. The loop never ends for zeros.
     """
-    hidden = jnp.tanh(x @ w["wide"])
+    doubled = jax.lax.while_loop(lambda y: (jnp.abs(y) < 1).any(), lambda y: 2 * y, jax.lax.stop_gradient(x[:, :1]))
+    hidden = jnp.tanh(x @ w["wide"]) * jnp.sign(doubled)
     q, k, v = jnp.split(hidden[:, :12], 3, axis=-1)
     return (q * k + v) @ w["narrow"][:4] + w["bias"] + (hidden.std(0)[:4] if len(x) > 1 else 0)
 
