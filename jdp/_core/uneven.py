@@ -25,7 +25,7 @@ from .._jax.jaxprs import REDUCERS, Env, axes, bind, env_of, equations, evaluate
 from .._jax.rewrites import inlined
 from .._jax.row_places import keeps_places
 from .._jax.segments import Segmented, segmented
-from .layout import Cut, Layout
+from .layout import Cut, Layout, is_key
 from .outputs import Marked, Outputs, output_path
 from .replica_mesh import HALVES, ReplicaMesh
 from .scattered import Signature, value_of_replica
@@ -95,7 +95,7 @@ def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> lis
             shape = tuple(x.shape[leaf.axis] if i == leaf.axis else 1 for i in range(x.ndim))
             places = jax.lax.broadcasted_iota(jnp.int32, shape, leaf.axis)
             first = jax.lax.slice_in_dim(x, 0, 1, axis=leaf.axis)
-            if len(used) < count:  # a replica without rows has none to copy
+            if len(used) < count and not is_key(x):  # a replica without rows has none to copy
                 first = jax.lax.all_gather(jax.lax.stop_gradient(first), signature.axis_name)[used[0]]
             x = jnp.where(places < jnp.asarray(np.array(sizes, np.int32))[index], x, first)
         filled.append(x)
