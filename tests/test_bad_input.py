@@ -281,6 +281,8 @@ def test_arrays_that_disagree_on_the_batch_size():
         jdp.data_parallel(FN.module, WEIGHT, (ROWS, ROWS[:2]), range(4))
     with refused(ValueError, "10", "2", "labels"):
         jdp.data_parallel(FN.module, WEIGHT, (ROWS,), range(4), kwargs={"labels": ROWS[:2]})
+    with refused(TypeError, "jdp.data_parallel: kwargs is a list; .* Pass a dict"):
+        jdp.data_parallel(FN.module, WEIGHT, (ROWS,), range(4), kwargs=[ROWS])
 
 
 def test_nnx_arrays_that_disagree_change_nothing():
@@ -641,6 +643,7 @@ def test_the_state_of_a_step_is_no_variables_of_a_linen_module():
     ("devices", "kind", "told"),
     [
         (2, TypeError, r"devices=2 is an int; .* there are 8. Pass range\(2\) for the first 2, or None for all.$"),
+        (0, TypeError, r"devices=0 is an int; .* Pass \[0\] for the first 1, or None"),
         (12, TypeError, r"Pass range\(12\) .* jdp.virtual_cpu_devices\(12\), first in the program"),
         (range(12), ValueError, r"devices\[8\] 8 is unknown; .* jdp.virtual_cpu_devices\(9\), first in the program"),
         (["cpu:1", "cpu:1"], ValueError, "cpu:1"),

@@ -103,7 +103,8 @@ def resolve_devices(verb: str, devices: Devices) -> tuple[Device, ...]:
     if isinstance(devices, int) and not isinstance(devices, bool):
         raise TypeError(
             f"jdp.{verb}: devices={devices} is an int; devices are a sequence, and there are {len(jax.devices())}. "
-            f"Pass range({devices}) for the first {devices}, or None for all.{_virtual(devices)}"
+            f"Pass {f'range({devices})' if devices > 0 else '[0]'} for the first {max(devices, 1)}, or None for all."
+            f"{_virtual(devices)}"
         )
     if isinstance(devices, Mesh | np.ndarray | np.flatiter):
         devices = _in_a_row(verb, devices)

@@ -261,7 +261,9 @@ def _checked_output(x: Any, verb: str, name: str) -> Any:
         raise TypeError(f"jdp.{verb}: {name} is a {type(x).__name__}; outputs are arrays. Pass {way_out(x)}.")
     refuse_freed([x], verb, lambda _: name)
     refuse_wrapped(converted, verb, lambda: name)
-    return converted
+    if isinstance(converted, jax.Array):
+        return converted
+    return converted.astype(jax.dtypes.canonicalize_dtype(converted.dtype), copy=False)
 
 
 def device_of(x: Any) -> Device | None:

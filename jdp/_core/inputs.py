@@ -28,7 +28,7 @@ def is_array(x: Any) -> bool:
     """Returns True if `x` is a jax or numpy array of numbers, bools or typed PRNG keys."""
     if isinstance(x, jax.Array):
         return True
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm" and not has_fields(x)
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMmT" and not has_fields(x)
 
 
 def has_fields(x: Any) -> bool:
@@ -37,9 +37,9 @@ def has_fields(x: Any) -> bool:
 
 
 def is_sparse(x: Any) -> bool:
-    """Returns True if `x` is a sparse array of JAX: a pytree, whose leaves must not be cut like rows."""
-    sparse = sys.modules.get("jax.experimental.sparse")  # a user who has one has imported it
-    return sparse is not None and isinstance(x, sparse.JAXSparse)
+    """Returns True if `x` is a sparse array of JAX (a pytree, whose leaves must not be cut like rows) or of SciPy."""
+    of_jax, of_scipy = map(sys.modules.get, ("jax.experimental.sparse", "scipy.sparse"))  # whose users import them
+    return of_jax is not None and isinstance(x, of_jax.JAXSparse) or of_scipy is not None and of_scipy.issparse(x)
 
 
 def way_out(x: Any) -> str:
@@ -105,7 +105,7 @@ def classify(leaf: Any, verb: str, name: Callable[[], str]) -> tuple[bool, Any]:
     if isinstance(leaf, str | bytes):  # np.str_, an entry of an array of strings, is one
         return False, leaf
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind in "OSUMm" or has_fields(leaf) or leaf.dtype.char in "gG":  # g: np.longdouble
+        if leaf.dtype.kind in "OSUMmT" or has_fields(leaf) or leaf.dtype.char in "gG":  # g: np.longdouble
             raise TypeError(
                 f"jdp.{verb}: {name()} is an array of dtype {leaf.dtype}; devices hold numbers, bools and PRNG keys. "
                 f"Convert it to one of these, or leave it out."

@@ -17,7 +17,7 @@ from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
 from .inputs import name_of
 from .layout import Cut, Static, Tree, Whole, is_key
-from .programs import dispatch, made_once
+from .programs import dispatch, made_once, refuse_freed
 from .replica_mesh import make_mesh, outside_of_mesh
 from .scattered import Scattered, concrete, holds_scattered, map_scattered, placed, put_all
 
@@ -62,6 +62,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     for i, leaf in enumerate(layout.leaves):
         if isinstance(leaf, Static):
             raise TypeError(f"jdp.reduce_add: {_path_of(s, i)} is no array; only arrays are summed. Leave it out.")
+    refuse_freed(s._arrays, "reduce_add", lambda i: _path_of(s, i))
     for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True)):
         _refuse_keys(x, _path_of(s, i))
         if isinstance(leaf, Cut):

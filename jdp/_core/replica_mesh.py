@@ -8,7 +8,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -140,6 +140,18 @@ class ReplicaMesh:
         entries = [name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
 
+    def switch(self, which: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+        """Computes `lax.switch(which, branches, *operands)` inside a program, where `which` depends on the replica.
+
+        Replicas of several devices compute all branches, and choose. The compiler moves parts of arrays between a
+        replica's devices by collective-permutes, at which the devices of all replicas have to meet; replicas in
+        different branches would wait for each other forever.
+        """
+        if len(self.all_devices) == self.size:
+            return jax.lax.switch(which, branches, *operands)
+        results = [branch(*_if_chosen(which == k, operands)) for k, branch in enumerate(branches)]
+        return jax.tree.map(functools.partial(jax.lax.select_n, which), *results)
+
     def within(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns a spec with the axes inside of a replica alone, in the form that JAX gives to results."""
         kept = tuple(self._inner(entry) for entry in spec)
@@ -152,6 +164,15 @@ class ReplicaMesh:
             return entry
         names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name in self.inner_axes)
         return names if len(names) > 1 else names[0] if names else None
+
+
+def _if_chosen(is_chosen: Any, operands: Any) -> Any:
+    """Returns the same values. If they are not chosen, their derivatives are zero, even if what follows gives NaN."""
+
+    def guarded(x: Any) -> Any:
+        return jnp.where(is_chosen, x, jax.lax.stop_gradient(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return jax.tree.map(guarded, operands)
 
 
 def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:

@@ -19,7 +19,7 @@ from .inputs import classify, flatten_batch, refuse_wrapped
 from .layout import Tree
 from .programs import all_lie, capturing, refuse_freed
 from .replica_mesh import ReplicaMesh, mesh_of, outside_of_mesh
-from .scattered import concrete, has_values, is_scattered, put_all
+from .scattered import concrete, has_values, is_scattered, put_all, reshard
 from .shards import axis_for_parameter, cut_axis_of, refuse_too_large, shard
 
 
@@ -77,6 +77,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         found = [
             _over_inner_axes(x, mesh, verb, functools.partial(_path_at, tree, i, root)) for i, x in enumerate(leaves)
         ]
+        _pin_gradients(found, mesh)
         tree = tree if all(map(operator.is_, found, leaves)) else treedef.unflatten(found)
         leaves = found
     away = _away(leaves, mesh, target)
@@ -200,6 +201,19 @@ def _checked_parameter(leaf: Any, mesh: ReplicaMesh, verb: str, tree: Tree, inde
     return leaf if converted is x else converted
 
 
+def _sharding_of(x: Any) -> Any:
+    return getattr(concrete(x), "sharding", None)
+
+
+def _pin_gradients(leaves: list[Any], mesh: ReplicaMesh) -> None:
+    """Makes each gradient come back cut as its parameter is, even if the compiler would cut it in another way."""
+    traced = {i: x for i, x in enumerate(leaves) if isinstance(x, Tracer) and mesh.holds(_sharding_of(x))}
+    if traced:
+        found = reshard(tuple(traced.values()), tuple(map(_sharding_of, traced.values())))
+        for i, x in zip(traced, found, strict=True):
+            leaves[i] = x
+
+
 def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:
     """Returns a parameter for replicas of several devices; one on the same mesh with Explicit axes comes to this mesh.
 
@@ -216,7 +230,7 @@ def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], st
         )
     if cut_axis_of(x, mesh) is not None:
         raise ValueError(cut_over_replicas(verb, path(), x, mesh))
-    found = getattr(concrete(x), "sharding", None)
+    found = _sharding_of(x)
     where = mesh.renamed(found)
     if where is found:
         return x

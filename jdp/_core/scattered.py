@@ -269,8 +269,8 @@ def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def reshard(x: Any, sharding: NamedSharding) -> Any:
-    """Returns `x` on the same devices with another sharding.
+def reshard(x: Tree, sharding: Any) -> Tree:
+    """Returns an array, or a tuple of them, on the same devices with another sharding (a tuple: one for each).
 
     A tracer is put onto the devices with a sharding that names no axis, and then resharded here. A device_put to a
     sharding that names an axis fails if a jacobian maps it, or its transpose, over one more axis.

@@ -3,7 +3,8 @@
 If each row of a function's outputs depends on that row of its inputs alone, no replica is idle, and the largest chunk
 has at most 4/3 of the mean number of rows, all replicas run it on chunks of that size. Shorter chunks are filled up
 with copies of a row, and the results of the copies are dropped. Otherwise the function is traced once for each size of
-chunk, and each replica takes the branch (`lax.switch`) that was traced for its size.
+chunk, and each replica takes the branch (`lax.switch`) that was traced for its size. A replica of several devices
+computes all of the branches, and keeps the results of its own (`ReplicaMesh.switch`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .._jax.jaxprs import REDUCERS, Env, axes, bind, env_of, equations, evaluate
 from .._jax.rewrites import inlined
 from .._jax.row_places import keeps_places
 from .._jax.segments import Segmented, segmented
-from .layout import Cut, Layout
+from .layout import Cut, Layout, is_key
 from .outputs import Marked, Outputs, output_path
 from .replica_mesh import HALVES, ReplicaMesh
 from .scattered import Signature, value_of_replica
@@ -86,14 +87,17 @@ def _body_of_all(bodies: Bodies, signature: Signature) -> Body | None:
 
 
 def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> list[Any]:
-    """Returns the operands, with a chunk's first row in place of its padding, because zeros might give a NaN."""
-    filled = []
+    """Returns the operands, with a row in place of padding, because zeros might give a NaN, or a loop without end."""
+    filled, used, count = [], signature.layout.used, len(signature.layout.rows)
     for x, leaf in zip(operands, signature.leaves, strict=True):
-        if isinstance(leaf, Cut) and len({*leaf.sizes}) > 1:
+        sizes = (*leaf.sizes, *[0] * (count - len(leaf.sizes))) if isinstance(leaf, Cut) else ()
+        if isinstance(leaf, Cut) and len({*sizes}) > 1:
             shape = tuple(x.shape[leaf.axis] if i == leaf.axis else 1 for i in range(x.ndim))
             places = jax.lax.broadcasted_iota(jnp.int32, shape, leaf.axis)
             first = jax.lax.slice_in_dim(x, 0, 1, axis=leaf.axis)
-            x = jnp.where(places < jnp.asarray(np.array(leaf.sizes, np.int32))[index], x, first)
+            if len(used) < count and not is_key(x):  # a replica without rows has none to copy
+                first = jax.lax.all_gather(jax.lax.stop_gradient(first), signature.axis_name)[used[0]]
+            x = jnp.where(places < jnp.asarray(np.array(sizes, np.int32))[index], x, first)
         filled.append(x)
     return filled
 
@@ -175,6 +179,9 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return lambda *operands: finish(run(*operands))
 
+    # Replicas of several devices also compute on more rows than they have: see `ReplicaMesh.switch`.
+    if layout.used and len(layout.mesh.all_devices) > layout.mesh.size:
+        operands = _filled_up(operands, signature, index)
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
     which = [
@@ -188,7 +195,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     elif len(branches) > 1 and any(collectives(lead.jaxpr.jaxpr, layout.mesh.axis_name, synced=True)):
         values = run_segments(jaxprs, mine, operands, finish, idle(*operands), layout)
     else:
-        values = jax.lax.switch(mine, branches, *operands)
+        values = layout.mesh.switch(mine, branches, *operands)
     return dataclasses.replace(lead.out, values=values, sizes=_rows_of_outputs(bodies, signature))
 
 
@@ -223,7 +230,7 @@ def _on_no_rows(
         made = zip(run(*operands), idle(*operands), lead.out.rules, strict=True)
         return [x if rule.axis is None and rule.old is None else kept for x, kept, rule in made]
 
-    return jax.lax.cond(index == 0, primary, idle, *operands)
+    return signature.layout.mesh.switch(jnp.minimum(index, 1), [primary, idle], *operands)
 
 
 def _sizes_of_operands(signature: Signature, replica: int) -> tuple[int, ...]:
@@ -394,7 +401,7 @@ def run_segments(
     for j in range(count):
         branches = [functools.partial(_segment, parts, k, j) for k in range(len(parts))]
         branches.append(functools.partial(nothing, j))
-        sent, found = jax.lax.switch(which, branches, operands, kept, results)
+        sent, found = layout.mesh.switch(which, branches, operands, kept, results)
         results.append(bind(parts[0].cuts[j], sent))
         kept.append(found)
 
@@ -403,7 +410,7 @@ def run_segments(
         return finish([read(env, v) for v in parts[k].jaxpr.jaxpr.outvars])
 
     branches = [functools.partial(last, k) for k in range(len(parts))]
-    return jax.lax.switch(which, [*branches, lambda *_: idle], operands, kept, results)
+    return layout.mesh.switch(which, [*branches, lambda *_: idle], operands, kept, results)
 
 
 def _segment(parts: Sequence[Segmented], k: int, j: int, *so_far: Any) -> tuple[list[Any], list[list[Any]]]:

@@ -61,6 +61,10 @@ def data_parallel(
             f"jdp.data_parallel: apply_fn is an NNX module, a {type(apply_fn).__name__}; it holds its own parameters, "
             f"so there is no params to pass. Call jdp.DataParallel(model, devices)(*batch)."
         )
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(
+            f"jdp.data_parallel: kwargs is a {type(kwargs).__name__}; keyword arguments have names. Pass a dict."
+        )
     key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
     refuse_alone("data_parallel", key[0])
     linen_module = module_of(apply_fn)

@@ -156,6 +156,12 @@ def test_list_dtypes_survive(same, dtype):
     same(jdp.gather([x[:2], x[2:]]), x)
 
 
+def test_numpy_s_64_bits_are_jax_s_32_in_a_list(same):
+    mixed = [rows(2).astype(np.float64), jnp.asarray(rows(2))]
+    same(jdp.gather(mixed), np.concatenate([rows(2), rows(2)]))
+    same(jdp.reduce_add(mixed), rows(2) * 2)
+
+
 def test_a_list_is_twice_differentiable(same, devices):
     x = rows(3)
 
@@ -224,6 +230,8 @@ def test_freed_arrays_are_named(refused, devices):
         jdp.gather([{"x": x}, {"x": x}])
     with refused(RuntimeError, "gather", r"outputs\['x'\] has been freed"):
         jdp.gather(s)
+    with refused(RuntimeError, "reduce_add", r"outputs\['x'\] has been freed"):
+        jdp.reduce_add(s)
     with refused(RuntimeError, "reduce_add", r"outputs\[0\] has been freed"):
         jdp.reduce_add([x, x])
 

@@ -341,11 +341,14 @@ def test_dim_out_of_range_is_refused(refused, devices, dim, rank):
 
 @pytest.mark.parametrize(
     "bad",
-    [np.array([1, "a", None], object), np.array(["a", "b"]), np.array([b"a"]), np.array([Config()])],
-    ids=["object", "str", "bytes", "config"],
+    [
+        *(np.array([1, "a", None], object), np.array(["a", "b"]), np.array([b"a"]), np.array([Config()])),
+        np.array(["a", "b"], np.dtypes.StringDType()),
+    ],
+    ids=["object", "str", "bytes", "config", "text"],
 )
 def test_arrays_of_objects_are_refused(refused, devices, bad):
-    with refused(TypeError, "scatter", r"(?s)\[0\]\['bad'\].*(object|str|<U1|\|S1|bytes)"):
+    with refused(TypeError, "scatter", r"(?s)\[0\]\['bad'\].*(object|str|<U1|\|S1|bytes|StringDType)"):
         jdp.scatter(({"bad": bad},), devices[:2])
 
 

@@ -59,6 +59,38 @@ def test_outputs_and_gradients_are_those_of_one_device(name, n):
     assert dp(WEIGHTS, x).devices() == {mesh.devices.flat[0]}
 
 
+def thirds(w, x):
+    """Three thirds of a product, as attention cuts off its queries, keys and values, and how much the rows deviate.
+
+    Rows that are equal deviate by the root of zero, whose derivative is infinite. The loop never ends for zeros.
+    """
+    doubled = jax.lax.while_loop(lambda y: (jnp.abs(y) < 1).any(), lambda y: 2 * y, jax.lax.stop_gradient(x[:, :1]))
+    hidden = jnp.tanh(x @ w["wide"]) * jnp.sign(doubled)
+    q, k, v = jnp.split(hidden[:, :12], 3, axis=-1)
+    return (q * k + v) @ w["narrow"][:4] + w["bias"] + (hidden.std(0)[:4] if len(x) > 1 else 0)
+
+
+NARROW_WHOLE = {**SPECS, "narrow": P()}
+
+
+@pytest.mark.parametrize(("name", "n"), [("2x2", 7), ("2x4", 3), ("4x2", 10), ("4x2", 1)])
+def test_uneven_replicas_that_move_parts_of_arrays_inside_do_not_wait_for_each_other(name, n):
+    """XLA cuts an array that is cut already by collective-permutes, for which it needs the devices of all replicas."""
+    mesh, x = mesh_of(name), rows(n)
+    dp, w, count = jdp.DataParallel(thirds, mesh), placed(mesh, NARROW_WHOLE), mesh.shape["data"]
+    chunks = np.split(x, np.cumsum(jdp.chunk_sizes(n, count))[:-1])
+
+    def loop(w, x):
+        return jnp.concatenate([thirds(w, chunk) for chunk in chunks])
+
+    value, grads = jax.value_and_grad(squares(loop))(WEIGHTS, x)
+    close(dp(w, x), loop(WEIGHTS, x), 1e-5, 1e-5)
+    close(jax.grad(squares(dp))(w, x), grads, 1e-4, 1e-4)
+    lies_as(jax.grad(squares(dp))(w, x), NARROW_WHOLE)
+    both = dp.value_and_grad(thirds, criterion=lambda out, x: (out**2).sum())
+    close(both(w, x), (value, grads), 1e-4, 1e-4)
+
+
 @pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(0, 17), name=st.sampled_from([*MESHES]), data=st.data())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from jax.experimental import io_callback, sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -601,6 +602,8 @@ def test_what_is_refused_is_refused_after_an_array_of_the_same_shape():
     dp(np.float32(2), square)
     with pytest.raises(TypeError, match="a sparse array"):
         dp(np.float32(2), sparse.BCOO.fromdense(square))
+    with pytest.raises(TypeError, match="is a csr_array, a sparse array"):
+        dp(np.float32(2), scipy.sparse.csr_array(square))
     with pytest.raises(TypeError, match="jax.eval_shape"):
         dp(np.float32(2), jax.ShapeDtypeStruct((4, 4), np.float32))
 
