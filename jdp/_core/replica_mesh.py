@@ -167,7 +167,7 @@ class ReplicaMesh:
 
 
 def _if_chosen(is_chosen: Any, operands: Any) -> Any:
-    """Returns the same values. If they are not chosen, their derivatives are zero, even if what follows gives NaN."""
+    """Returns the same values; derivatives go through them only if they are chosen, even if what follows gives NaN."""
 
     def guarded(x: Any) -> Any:
         return jnp.where(is_chosen, x, jax.lax.stop_gradient(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else x

@@ -209,9 +209,20 @@ def _pin_gradients(leaves: list[Any], mesh: ReplicaMesh) -> None:
     """Makes each gradient come back cut as its parameter is, even if the compiler would cut it in another way."""
     traced = {i: x for i, x in enumerate(leaves) if isinstance(x, Tracer) and mesh.holds(_sharding_of(x))}
     if traced:
-        found = reshard(tuple(traced.values()), tuple(map(_sharding_of, traced.values())))
+        found = _with_gradients_at(tuple(map(_sharding_of, traced.values())), tuple(traced.values()))
         for i, x in zip(traced, found, strict=True):
             leaves[i] = x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_gradients_at(shardings: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arrays as they are; only their tangents, and so their gradients, are put onto the shardings."""
+    return arrays
+
+
+@_with_gradients_at.defjvp
+def _(shardings: tuple[Any, ...], arrays: Any, tangents: Any) -> tuple[Any, Any]:
+    return arrays[0], reshard(tangents[0], shardings)
 
 
 def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], str]) -> Any:

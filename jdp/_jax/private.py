@@ -302,7 +302,7 @@ def asked_for_devices() -> bool:
 
 @contextlib.contextmanager
 def arrays_on_its_mesh() -> Iterator[None]:
-    """Gives arrays of another mesh the type of those on the mesh of the replica that this thread traces in its body.
+    """Lets this thread trace the body of a replica that indexes arrays of another mesh, as if they were on its own.
 
     JAX casts such an array, which a function closes over, so by itself, but `x[i]` looks at its type before (JAX 0.12
     does not). Without the name `x[i]` of such an array is an error of JAX 0.10.
@@ -313,21 +313,26 @@ def arrays_on_its_mesh() -> Iterator[None]:
     if not types or kind not in types:
         yield
         return
-    with _types_are_changed:
-        of_jax, thread = types[kind], threading.get_ident()
-
-        def type_of(x: Any) -> Any:
-            found, mesh = of_jax(x), jax.sharding.get_abstract_mesh()
-            had = found.sharding.mesh
-            if threading.get_ident() != thread or not mesh.manual_axes or had.empty or had == mesh:
-                return found
-            return found.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-
-        types[kind] = type_of
-        try:
-            yield
-        finally:
-            types[kind] = of_jax
+    with _lock_of_types:
+        if not _tracing:
+            types[kind] = functools.partial(_type_of, types[kind])
+        _tracing.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _lock_of_types:
+            _tracing.remove(threading.get_ident())
+            if not _tracing:
+                types[kind] = types[kind].args[0]
 
 
-_types_are_changed = threading.RLock()
+_tracing: list[int] = []  # the threads in `arrays_on_its_mesh`, once for each time
+_lock_of_types = threading.Lock()
+
+
+def _type_of(of_jax: Callable[[Any], Any], x: Any) -> Any:
+    found, mesh = of_jax(x), jax.sharding.get_abstract_mesh()
+    had = found.sharding.mesh
+    if threading.get_ident() not in _tracing or not mesh.manual_axes or had.empty or had == mesh:
+        return found
+    return found.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

@@ -331,7 +331,7 @@ class RowCount:
     def slides_over_rows(self, eqn: Any, name: str) -> bool:
         """Returns True if the window of a convolution, of a pooling or of an FFT holds several rows at a time.
 
-        So does a matrix that is decomposed, unless there is one for each row.
+        The decomposition of a matrix combines its rows, too, unless there is a matrix for each row.
         """
         if name in primitives.DECOMPOSITIONS:
             return any(i >= eqn.invars[0].aval.ndim - 2 for i in self.axes(eqn.invars[0]))

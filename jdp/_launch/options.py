@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from .protocol import is_taken
@@ -240,7 +241,11 @@ def refuse_taken_port(job: Job, env: Mapping[str, str]) -> None:
     """Raises a `ValueError` if rank 0 runs here and could not listen: the others would end the job that does."""
     if job.coordinator is None or job.node or env.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return
-    if is_taken(port := int(job.coordinator.rpartition(":")[2])):
+    port, until = int(job.coordinator.rpartition(":")[2]), time.monotonic() + 2
+    while is_taken(port):  # an earlier job may be ending
+        time.sleep(0.1)
+        if time.monotonic() < until:
+            continue
         raise ValueError(
             f"--coordinator is {job.coordinator}, and port {port} is in use; rank 0 listens there. End what has it (an "
             f"earlier job?), or pass all launchers another port."

@@ -78,9 +78,9 @@ def initialize(
         process_id: the number of this process, from 0. Default: as above.
         timeout: seconds that a process waits for the others, at a call of jdp or for a program that was dispatched.
             Longer, where one of them does long work alone between two steps (evaluates, or writes); None: forever.
-        start_timeout: seconds that it waits for the others to start, at the first call of each kind, and at each save
-            and restore of a `jdp.Checkpointer`. Where one does not start, JAX names it in the log, and ends the process
-            with SIGABRT.
+        start_timeout: seconds that it waits for the others to start and to ask for their devices, at the first call of
+            each kind, and at each save and restore of a `jdp.Checkpointer`. Where one does not start, JAX names it in
+            the log, and ends the process with SIGABRT.
         heartbeat_timeout: seconds without a heartbeat after which a process is dead to JAX, which ends the others
             with SIGABRT. Pass more than twice `timeout`, so that the messages above come first.
         shutdown_timeout: seconds that a process which has ended waits for the others to end. Then it names those that

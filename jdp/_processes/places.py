@@ -79,8 +79,8 @@ def have_ended(processes: Sequence[int]) -> str:
 def have_not_asked(processes: Sequence[int]) -> str:
     return (
         f"{named(processes)} {'have' if len(processes) > 1 else 'has'} not asked for them; all processes do, by "
-        f"jax.devices() or jdp.DataParallel. Do what takes one process long before "
-        f"jdp.distributed.initialize(start_timeout=...)."
+        f"jax.devices() or jdp.DataParallel. If one needs longer, pass "
+        f"jdp.distributed.initialize(start_timeout=...) in all."
     )
 
 

@@ -274,13 +274,14 @@ class Watch:
         waited = now - self._starts_since
         absent = [p for p, (place, _) in self._places.items() if not place.asked]
         gone = [p for p in absent if p in left]
-        stopped = [p for p in self.silent(absent) if self._stopped([p])]
+        silent = self.silent(absent)
+        stopped = [p for p in silent if self._stopped([p])]
         if gone and waited > limits.step:
             why = f"{have_ended(gone)} without asking for them{_SAME}"
         elif stopped and self.is_enough(waited, stopped):
             why = f"{named(stopped)} {self.why_silent(stopped)}."
         elif absent and waited > limits.start:
-            why = have_not_asked(absent)
+            why = f"{named(silent)} {self.why_silent(silent)}." if silent else have_not_asked(absent)
         else:
             return None
         begun = f"jdp.distributed: process {own_process()} has waited {waited:.0f} s for the devices of all processes"

@@ -24,7 +24,7 @@ from .._model.linen import mark_state, unbox
 from .._model.nnx import Held, leave, lost_attributes, own_nodes, put_nodes, refuse_written, stand_ins
 from .._model.sync_batch_norm import synced
 from .gradients import Gradients, Loss, Traces
-from .state import VERB, first_difference, thawed
+from .state import VERB, first_difference, in_containers_of, thawed
 from .terms import described, finished, is_number
 
 Wanted = tuple[int, tuple[int, ...], Any]
@@ -433,6 +433,7 @@ def _updated(state: Mapping[str, Tree], updates: Any) -> dict[str, Tree]:
                 f"jdp.{VERB}: the updates have a collection {name!r}, which {what}; the state has "
                 f"{sorted(state) or 'none'}. Leave it out of the updates, or pass it to step.init with the variables."
             )
+        updates[name] = collection = in_containers_of(state[name], collection)
         difference = first_difference(collection, state[name], dtypes=False)  # the step restores the dtypes
         if difference is not None:
             raise ValueError(

@@ -129,6 +129,13 @@ def thawed(variables: Mapping[str, Tree]) -> dict[str, Tree]:
     return jax.tree.map(lambda x: x.unfreeze() if is_frozen(x) else x, dict(variables), is_leaf=is_frozen)
 
 
+def in_containers_of(reference: Tree, tree: Tree) -> Tree:
+    """Returns a tree in the containers of another with the same paths: Flax gives plain dicts for ordered ones."""
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(reference)]
+    return jax.tree.structure(reference).unflatten(map(leaves.get, paths)) if leaves.keys() == {*paths} else tree
+
+
 def checked_key(key: Any) -> Any:
     """Returns the key as a typed key; it may be given in the old style."""
     if key is None:

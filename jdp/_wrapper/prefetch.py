@@ -87,7 +87,7 @@ class Prefetched(Iterator[Tree]):
     def __iter__(self) -> Iterator[Tree]:
         if self._ended and not isinstance(self._loader, Iterator):  # the loader would begin again, as in torch
             raise RuntimeError(
-                "jdp.prefetch: the batches have all been taken, and a second loop would get none; it goes through the "
+                "jdp.prefetch: this prefetch has ended, and a second loop would get no batches; it goes through the "
                 "loader once. Call dp.prefetch(loader) again for each epoch."
             )
         return self
@@ -113,6 +113,7 @@ class Prefetched(Iterator[Tree]):
     def close(self) -> None:
         """Frees the batches that wait, as a generator's `close` does."""
         self._batches.close()
+        self._ended = True
 
 
 def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree) -> Generator[Tree]:

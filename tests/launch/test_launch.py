@@ -615,14 +615,14 @@ def test_a_worker_has_the_grace_to_end_by_itself():
 
 def test_a_child_that_moves_to_a_session_of_its_own_does_not_hold_the_launcher():
     script = """
-    child = subprocess.Popen(["sleep", "8"], start_new_session=True)  # it keeps the pipes open
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)  # it keeps the pipes open
     open("child", "w").write(str(child.pid))
     """
     launcher = start("-n", "1", script=script)
     child = int(wait_for(lambda: Path("child").exists() and Path("child").read_text()))
     began = time.monotonic()
     try:
-        assert ended(launcher)[0] == 0 and time.monotonic() - began < 4
+        assert ended(launcher)[0] == 0 and time.monotonic() - began < 20
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -652,7 +652,7 @@ def test_a_child_that_goes_on_writing_does_not_hold_the_launcher():
     launcher = start("-n", "1", script=script)
     pids(1)
     began = time.monotonic()
-    assert ended(launcher)[0] == 0 and time.monotonic() - began < 3
+    assert ended(launcher)[0] == 0 and time.monotonic() - began < 20
 
 
 def test_nothing_is_left_when_only_some_processes_can_be_started():
