@@ -16,7 +16,7 @@ from jax.core import Tracer
 from .._core.fingerprint import check_made_alike
 from .._core.layout import Tree
 from .._core.outline import page_of
-from .._core.programs import are_freed
+from .._core.programs import are_freed, capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
 from .._jax.private import trace_state_clean
@@ -134,7 +134,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
                 )
             if more:
                 raise too_many(more, "step((x, y))")
-            if not trace_state_clean():  # Flax may refuse to write, which is too late when the step has freed the model
+            if not (trace_state_clean() or capturing()):  # if Flax refuses to write, before the step frees the model
                 held = self._dp.module, self.optimizer
                 nnx.update(held, nnx.state(held))
             state, scattered, flat, nodes = self._ready(batch, donates=True)
