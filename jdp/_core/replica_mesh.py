@@ -33,7 +33,7 @@ class ReplicaMesh:
     __slots__ = (
         *("jax_mesh", "axis_name", "size", "groups", "devices", "all_devices", "inner_axes"),
         *("processes", "spans_processes", "exchange", "own_indices", "is_described", "may_deadlock"),
-        *("inside", "along", "replicated", "sums_in_32_bits", "gathering", "_own"),
+        *("inside", "along", "replicated", "sums_in_32_bits", "gathering", "switch", "_own"),
     )
 
     def __init__(self, mesh: Mesh, axis_name: str) -> None:
@@ -48,6 +48,8 @@ class ReplicaMesh:
         self.all_devices: tuple[Device, ...] = tuple(mesh.devices.flat)
         self.inner_axes: tuple[str, ...] = tuple(name for name in mesh.axis_names if name != axis_name)
         """The axes inside of a replica; none where a replica is one device."""
+        self.switch: Callable[..., Any] = switch_of_all if len(self.all_devices) > self.size else jax.lax.switch
+        """`lax.switch(which, branches, *operands)` in a program, if `which` depends on the replica."""
         self.processes: tuple[int, ...] = tuple(sorted({d.process_index for d in self.all_devices}))
         # Devices that are only described (a topology, to compile for) have process indices, too, in a job of one.
         self.spans_processes: bool = jax.process_count() > 1 and len(self.processes) > 1
@@ -140,18 +142,6 @@ class ReplicaMesh:
         entries = [name if i == axis else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, PartitionSpec(*entries)))
 
-    def switch(self, which: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-        """Computes `lax.switch(which, branches, *operands)` inside a program, where `which` depends on the replica.
-
-        Replicas of several devices compute all branches, and choose. The compiler moves parts of arrays between a
-        replica's devices by collective-permutes, at which the devices of all replicas have to meet; replicas in
-        different branches would wait for each other forever.
-        """
-        if len(self.all_devices) == self.size:
-            return jax.lax.switch(which, branches, *operands)
-        results = [branch(*_if_chosen(which == k, operands)) for k, branch in enumerate(branches)]
-        return jax.tree.map(functools.partial(jax.lax.select_n, which), *results)
-
     def within(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns a spec with the axes inside of a replica alone, in the form that JAX gives to results."""
         kept = tuple(self._inner(entry) for entry in spec)
@@ -164,6 +154,16 @@ class ReplicaMesh:
             return entry
         names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name in self.inner_axes)
         return names if len(names) > 1 else names[0] if names else None
+
+
+def switch_of_all(which: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Computes all branches of a `lax.switch`, and chooses: replicas of several devices do that.
+
+    The compiler moves parts of arrays between a replica's devices by collective-permutes, at which the devices of all
+    replicas have to meet. If each replica ran its own branch, they would wait for each other forever.
+    """
+    results = [branch(*_if_chosen(which == k, operands)) for k, branch in enumerate(branches)]
+    return jax.tree.map(functools.partial(jax.lax.select_n, which), *results)
 
 
 def _if_chosen(is_chosen: Any, operands: Any) -> Any:

@@ -4,7 +4,7 @@ If each row of a function's outputs depends on that row of its inputs alone, no 
 has at most 4/3 of the mean number of rows, all replicas run it on chunks of that size. Shorter chunks are filled up
 with copies of a row, and the results of the copies are dropped. Otherwise the function is traced once for each size of
 chunk, and each replica takes the branch (`lax.switch`) that was traced for its size. A replica of several devices
-computes all of the branches, and keeps the results of its own (`ReplicaMesh.switch`).
+computes all of the branches, and keeps the results of its own (`replica_mesh.switch_of_all`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         run = jax.extend.core.jaxpr_as_fun(jaxpr)
         return lambda *operands: finish(run(*operands))
 
-    # Replicas of several devices also compute on more rows than they have: see `ReplicaMesh.switch`.
+    # Replicas of several devices also compute on more rows than they have: see `switch_of_all`.
     if layout.used and len(layout.mesh.all_devices) > layout.mesh.size:
         operands = _filled_up(operands, signature, index)
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
