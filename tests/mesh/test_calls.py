@@ -73,7 +73,8 @@ def thirds(w, x):
 NARROW_WHOLE = {**SPECS, "narrow": P()}
 
 
-@pytest.mark.parametrize(("name", "n"), [("2x2", 7), ("2x4", 3), ("4x2", 10), ("4x2", 1)])
+@pytest.mark.one_case
+@pytest.mark.parametrize(("name", "n"), [("4x2", 10), ("2x4", 3), ("4x2", 1), ("2x2", 7)])
 def test_uneven_replicas_that_move_parts_of_arrays_inside_do_not_wait_for_each_other(name, n):
     """XLA cuts an array that is cut already by collective-permutes, for which it needs the devices of all replicas."""
     mesh, x = mesh_of(name), rows(n)
