@@ -134,7 +134,7 @@ class Steps:
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
         gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # deleted by its writer
         mine = {"step": step, "next": found, "gone": gone, "newest": there[-_FEW:]}
-        # All come from the start of the job, or from what they did together: none of them writes or reads before this.
+        # A process that is late here has not restored or saved before; the others wait for it as they do at a save.
         told, *others = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
         asked = {process: e["step"] for process, e in enumerate([told, *others])}
         if len({*asked.values()}) > 1:

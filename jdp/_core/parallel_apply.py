@@ -328,7 +328,7 @@ def explain_values(error: Exception, who: str) -> None:
 
 
 _OF_TWO_MESHES = "Mesh for all inputs", "should match the mesh of sharding"  # JAX's words
-_OTHER_MESH = "Mesh for all inputs", "should match the mesh passed to shard_map"
+_OTHER_MESH = _OF_TWO_MESHES[0], "should match the mesh passed to shard_map"
 
 
 _NO_AXES = AbstractMesh((), ())

@@ -242,10 +242,9 @@ def refuse_taken_port(job: Job, env: Mapping[str, str]) -> None:
     if job.coordinator is None or job.node or env.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return
     port, until = int(job.coordinator.rpartition(":")[2]), time.monotonic() + 2
-    while is_taken(port):  # an earlier job may be ending
+    while is_taken(port) and time.monotonic() < until:  # an earlier job may be ending
         time.sleep(0.1)
-        if time.monotonic() < until:
-            continue
+    if is_taken(port):
         raise ValueError(
             f"--coordinator is {job.coordinator}, and port {port} is in use; rank 0 listens there. End what has it (an "
             f"earlier job?), or pass all launchers another port."

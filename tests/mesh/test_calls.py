@@ -33,7 +33,7 @@ from meshes import (
 )
 
 import jdp
-from jdp._core import gather
+from jdp._core import gather, replicate
 
 
 def squares(f):
@@ -423,3 +423,13 @@ def test_parameters_of_another_mesh_are_told_to_be_put_on_this_one():
         dp(w, np.ones((8, 4), np.float32))
     assert "jdp.replicate" not in str(error.value)
     assert dp(jax.device_put(w, NamedSharding(dp.mesh, w.sharding.spec)), np.ones((8, 4), np.float32)).shape == (8, 2)
+
+
+def test_a_gradient_is_put_in_place_without_a_copy_of_the_parameters():
+    where = NamedSharding(jdp.DataParallel(lambda p, x: x @ p, mesh_of("2x2")).mesh, P(None, "model"))
+    w = jax.device_put(np.ones((4, 4), np.float32), where)
+    (same,), pull = jax.vjp(lambda w: replicate._with_gradients_at((where,), (w,)), w)
+    assert [x.data.unsafe_buffer_pointer() for x in same.addressable_shards] == [
+        x.data.unsafe_buffer_pointer() for x in w.addressable_shards
+    ]
+    assert pull((jnp.ones((4, 4)),))[0].sharding.is_equivalent_to(where, 2)
