@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .._jax.private import arrays_on_its_mesh
+from .._jax.rewrites import with_adjoints_in
 from .devices import outside
 from .inputs import is_unbound_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
@@ -235,9 +236,9 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
     def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
         run = call_of(signature, replica)
 
-        def traced(operands: Sequence[Any], under_mesh: bool) -> Outputs:
+        def traced(context: Callable[[], Any], operands: Sequence[Any]) -> Outputs:
             try:
-                with replica_context(signature.layout.mesh, under_mesh):
+                with context():
                     out = run(*operands)
             except Exception as error:
                 _explain(error, label, signature.layout, replica)
@@ -245,10 +246,11 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
             return returned(out, signature.layout, operands)
 
         def call(*operands: Any) -> Outputs:
-            return traced(operands, under_mesh=False)
+            context = functools.partial(replica_context, signature.layout.mesh)
+            return with_adjoints_in(context, functools.partial(traced, context))(operands)
 
         def call_under_mesh(*operands: Any) -> Outputs:
-            return traced(operands, under_mesh=True)
+            return traced(arrays_on_its_mesh, operands)
 
         call.__name__ = call_under_mesh.__name__ = label
         # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those

@@ -19,6 +19,12 @@ def is_made_in(eqn: Any, function: str) -> bool:
     return any(x.function_name.split(".")[0] == function for x in _frames(eqn))
 
 
+def is_made_by(eqn: Any, package: str) -> bool:
+    """Returns True if an equation was made by a package that is loaded, or by code that the package has called."""
+    folders = _folders(package)
+    return bool(folders) and any(os.path.abspath(x.file_name).startswith(folders) for x in _frames(eqn))
+
+
 def is_made_in_module(around: Sequence[Any]) -> bool:
     """Returns True if an equation was made in a module: in a `__call__` that is not JAX's, or by Linen itself.
 

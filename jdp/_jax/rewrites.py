@@ -8,12 +8,15 @@ around some equations, so that the code before and after these can be run separa
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
+from .callers import is_made_by
 from .jaxprs import (
     CALLS,
     axes,
@@ -60,6 +63,33 @@ def _rewritten_parameter(x: Any, rule: Rule) -> Any:
         new = type(x)(_rewritten_parameter(y, rule) for y in x)
         return x if all(a is b for a, b in zip(new, x, strict=True)) else new
     return rewrite(x, rule) if hasattr(x, "eqns") else x
+
+
+def with_adjoints_in(context: Callable[[], Any], call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `call`; if it holds a loop of equinox, its backward pass runs in the context of the forward pass.
+
+    JAX runs the backward pass of a `shard_map` under its own mesh. The mesh is part of the types of values, which the
+    loops of equinox (and so the adjoints of diffrax) compare in both passes. Values that such a forward pass would
+    keep have other types, too, so the backward pass starts from the operands and runs it again.
+    """
+
+    def run(operands: Any) -> Any:
+        if "equinox" not in sys.modules:
+            return call(operands)
+        jaxpr, out = jax.make_jaxpr(call, return_shape=True)(operands)
+        if not any(e.primitive.name == "custom_vjp_call" and is_made_by(e, "equinox") for e in equations(jaxpr)):
+            return call(operands)
+        again = jax.extend.core.jaxpr_as_fun(jaxpr)
+        passed = jax.custom_vjp(again)
+
+        def backward(operands: Any, cotangents: Any) -> Any:
+            with context():
+                return jax.vjp(again, *operands)[1](cotangents)
+
+        passed.defvjp(lambda *operands: (again(*operands), operands), backward)
+        return jax.tree.unflatten(jax.tree.structure(out), passed(*operands))
+
+    return run
 
 
 _PLAIN_CALLS = CALLS - {"custom_jvp_call", "custom_vjp_call"}  # without derivatives of the user's own

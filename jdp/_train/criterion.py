@@ -119,14 +119,7 @@ def gradients_on_replicas(
             made.append(Passes(loss, steps, wire, scatter, label, gather, verb))
         passes = made[0]
         if passes.can_be_one(replicas, inputs):
-            try:
-                return passes.in_one(replicas, inputs, kwargs)
-            except ValueError as error:
-                # The adjoints of equinox and diffrax compare the types of values. JAX runs the backward pass of a
-                # program of all devices under its own mesh, and the mesh is part of a type. With two passes the
-                # replicas run the backward pass.
-                if "Closure-converted function" not in str(error):
-                    raise
+            return passes.in_one(replicas, inputs, kwargs)
         return passes.in_two(replicas, inputs, kwargs)
 
     run.__name__ = run.__qualname__ = label

@@ -46,6 +46,7 @@ DOORS = {
     "value_and_grad": lambda dp, model: dp.value_and_grad(losses(model)),
     "accumulate": lambda dp, model: dp.value_and_grad(losses(model), accumulate_steps=2),
     "criterion": lambda dp, model: dp.value_and_grad(model, criterion=mean_of_squares),
+    "jax.grad": lambda dp, model: jax.value_and_grad(lambda w, x: mean_of_squares(dp(w, x), x)),
     "criterion, accumulate": lambda dp, model: dp.value_and_grad(model, criterion=mean_of_squares, accumulate_steps=2),
 }
 
@@ -58,13 +59,13 @@ def check(model, door, n, rows):
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 8), (4, 8), (4, 10)])
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.one_case("criterion-4-10")
+@pytest.mark.one_case("criterion-4-10", "jax.grad-4-10")
 def test_a_loop_of_equinox(door, n, rows):
     check(loop, door, n, rows)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("door", ["value_and_grad", "criterion"])
+@pytest.mark.parametrize("door", ["value_and_grad", "criterion", "jax.grad"])
 def test_an_equation_of_diffrax(door):
     check(equation, door, 4, 8)
 
@@ -82,8 +83,15 @@ def test_a_step(criterion):
     np.testing.assert_allclose(state.params, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_outputs_are_exact_and_gradients_through_the_wrapper_are_refused_by_the_library():
-    dp = jdp.DataParallel(loop, range(4))
+def test_other_derivatives_through_the_wrapper():
+    dp = jdp.DataParallel(loop, range(3))
     close(jax.device_get(dp(WEIGHT, ROWS)), jax.device_get(loop(WEIGHT, ROWS)))
-    with pytest.raises(ValueError, match="Closure-converted function called with different dynamic arguments"):
-        jax.grad(lambda w: mean_of_squares(dp(w, ROWS), ROWS))(WEIGHT)
+    found = jax.jit(jax.jacrev(lambda w: dp(w, ROWS)))(WEIGHT)
+    close(jax.device_get(found), jax.device_get(jax.jacrev(lambda w: loop(w, ROWS))(WEIGHT)), rtol=1e-4)
+
+
+@pytest.mark.full
+def test_replicas_that_are_meshes():
+    dp = jdp.DataParallel(loop, jax.make_mesh((2, 2), ("data", "model")))
+    found = jax.grad(lambda w: mean_of_squares(dp(w, ROWS), ROWS))(WEIGHT)
+    close(jax.device_get(found), jax.device_get(jax.grad(lambda w: mean_of_squares(loop(w, ROWS), ROWS))(WEIGHT)))
