@@ -469,6 +469,8 @@ def test_another_method_of_an_nnx_module():
     dp = wrap(Model())
     with pytest.raises(TypeError, match=r"lambda model, x: model.encode\(x\), devices\)\(dp.module, x\)"):
         dp.apply(X, method="encode")
+    with pytest.raises(TypeError, match=r"lambda model, x: model.encode\(x\), devices\)\(dp.module, x\)"):
+        wrap(linear())(X, method="encode")
     out = wrap(lambda model, x: model.encode(x))(dp.module, X)
     np.testing.assert_allclose(out, 2 * dp.module.linear(X), rtol=1e-5)
     assert dp.module.calls[...] == 1
