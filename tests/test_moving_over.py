@@ -176,6 +176,23 @@ def test_properties_of_a_bound_module():
         wrap(nn.Dense(2)).variables  # noqa: B018
 
 
+def test_submodules_of_a_linen_module_are_there_once_it_is_bound():
+    class Net(nn.Module):
+        def setup(self):
+            self.layer = nn.Dense(2)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    dp = wrap(Net())
+    with pytest.raises(AttributeError, match=r"Read dp\.module\.bind\(variables\)\.layer$"):
+        dp.layer  # noqa: B018
+    layer = dp.module.bind(dp.init(jax.random.key(0), X)).layer
+    assert layer.features == 2
+    with pytest.raises(AttributeError, match="^'DataParallel' object has no attribute 'head'$"):
+        dp.head  # noqa: B018
+
+
 @pytest.mark.parametrize("module", [matmul, nn.Dense(2)], ids=["function", "linen"])
 def test_a_call_without_parameters(refused, module):
     with refused(TypeError, "DataParallel", match=r"without the parameters, .*Call dp\(params, \*args\)"):
@@ -452,6 +469,8 @@ def test_another_method_of_an_nnx_module():
     dp = wrap(Model())
     with pytest.raises(TypeError, match=r"lambda model, x: model.encode\(x\), devices\)\(dp.module, x\)"):
         dp.apply(X, method="encode")
+    with pytest.raises(TypeError, match=r"lambda model, x: model.encode\(x\), devices\)\(dp.module, x\)"):
+        wrap(linear())(X, method="encode")
     out = wrap(lambda model, x: model.encode(x))(dp.module, X)
     np.testing.assert_allclose(out, 2 * dp.module.linear(X), rtol=1e-5)
     assert dp.module.calls[...] == 1

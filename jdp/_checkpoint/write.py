@@ -22,14 +22,17 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from .._processes.coordination import client, flush, say
+from .._processes.coordination import AbsentError, client, ended, flush, say
 from .._processes.last_words import before_failing
+from .._processes.places import named
+from .._processes.watch import watch
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
 from .read import ARRAYS, MANIFEST, absent, intact
 from .steps import Steps, listed
 
 _saves, _writers = itertools.count(), itertools.count()  # the same in all processes
+_SLICE = 0.5  # seconds between two looks for the others while the save is waited for
 _PATIENCE = 1200  # seconds that the processes wait for the deletions of process 0, as long as Orbax for its writes
 
 
@@ -102,10 +105,11 @@ class Writer:
         """Waits until the save that is running, if any, is complete on the disk, and older ones are deleted.
 
         Raises:
-            RuntimeError: the save has failed, or is not complete after so many seconds; then it is left alone.
+            RuntimeError: the save has failed, or is not complete after so many seconds, or another process that saves
+                with this one is stopped; then it is left alone.
         """
         if self._thread is not None:
-            self._thread.join(None if seconds is None else max(_MOMENT, seconds))
+            self._join(self._thread, seconds)
             if self._thread.is_alive():
                 raise RuntimeError(self.leave(TimeoutError("the job ended first")))
             self._thread = None
@@ -117,6 +121,17 @@ class Writer:
             self._failed(failure)
         while self._news:
             warnings.warn(self._news.pop(0), stacklevel=4)  # the user's line, beyond `save`
+
+    def _join(self, thread: threading.Thread, seconds: float | None) -> None:
+        """Waits for the thread that saves, or so many seconds; raises if another process is stopped by then."""
+        began = time.monotonic()
+        over = None if seconds is None else began + max(_MOMENT, seconds)
+        while thread.is_alive() and (over is None or time.monotonic() < over):
+            thread.join(_SLICE if over is None else max(0.0, min(_SLICE, over - time.monotonic())))
+            silent = watch.silent(range(jax.process_count())) if jax.process_count() > 1 else []
+            silent = [p for p in silent if p not in ended()] if silent else silent
+            if silent and thread.is_alive() and watch.is_enough(time.monotonic() - began, silent):
+                raise AbsentError(self.leave(TimeoutError(f"{named(silent)} {watch.why_silent(silent)}")))
 
     def leave(self, why: BaseException) -> str:
         """Returns the message that the running save is lost; nothing waits for that save from then on."""

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import trace_state_clean
 from .._processes.agree import CONTAINERS, difference
-from .._processes.coordination import DesyncError, FailedError
+from .._processes.coordination import DesyncError, FailedError, text_of
 from .._processes.exchange import Call, by_value, exchange_of
 from .._processes.places import limits
 from .inputs import paths_of
@@ -114,7 +114,7 @@ def _finish(
 def _text_of(failure: BaseException) -> str:
     """Returns the text about a failure that the other processes get, with jdp's own notes (which row it was)."""
     notes = [note for note in getattr(failure, "__notes__", ()) if note.startswith("jdp.")]
-    return "; ".join([f"{type(failure).__name__}: {failure}"[:500], *notes])
+    return "; ".join([f"{type(failure).__name__}: {text_of(failure)}"[:500], *notes])
 
 
 def _read(group: _Group, call: Call, gathered: Any, seconds: float) -> np.ndarray:

@@ -139,7 +139,8 @@ def _in_a_row(verb: str, devices: Any) -> Sequence[DeviceLike]:
     if isinstance(devices, np.ndarray) and devices.ndim != 1:
         raise ValueError(
             f"jdp.{verb}: devices is an array of shape {devices.shape}; devices are a sequence. Pass a row of it, or "
-            f"devices.ravel() for all."
+            f"devices.ravel() for all; replicas of several devices are for jdp.DataParallel(model, mesh), with a "
+            f"mesh = Mesh(devices, names)."
         )
     if not isinstance(devices, Mesh):
         return tuple(devices)

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .._jax.private import arrays_on_its_mesh
 from .._jax.rewrites import with_adjoints_in
+from .._processes.coordination import text_of
 from .devices import outside
 from .inputs import is_unbound_axis
 from .layout import Cut, Layout, Leaf, Static, Tree, Whole
@@ -280,14 +281,14 @@ def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) ->
 def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None:
     """Adds notes to an error of the function that a replica runs: what to do about it, and where it was raised."""
     explain_values(error, f"jdp.parallel_apply: {label}")
-    is_of_a_mesh = isinstance(error, ValueError) and any(text in str(error) for text in _OTHER_MESH)
+    is_of_a_mesh = isinstance(error, ValueError) and any(text in text_of(error) for text in _OTHER_MESH)
     if is_of_a_mesh and layout.mesh.inner_axes:
         error.add_note(
             "jdp.parallel_apply: inside of a replica the mesh is that of the replica, and a shard_map of the model's "
             "own takes it from there. Leave mesh= out, and name the replica's axes: "
             "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
         )
-    if is_of_a_mesh and not layout.mesh.inner_axes:
+    if (is_of_a_mesh or _NOT_TO_CUT in text_of(error)) and not layout.mesh.inner_axes:
         error.add_note(
             "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own has nothing "
             "to split. Call the function without shard_map, on the chunk."
@@ -304,7 +305,7 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
             f"training; replicas can only change objects that are passed to them. Call its eval(), or pass it in the "
             f"batch; inside of jax.vmap or jax.grad, use nnx.vmap or nnx.grad."
         )
-    if isinstance(error, TypeError) and "cannot reshape" in str(error) and layout.is_cut:
+    if isinstance(error, TypeError) and "cannot reshape" in text_of(error) and layout.is_cut:
         error.add_note(
             f"jdp.parallel_apply: replica {replica} has {layout.sizes[replica]} of the batch's {sum(layout.sizes)} "
             f"rows, and a group of rows must not be cut. Pass a batch that gives each replica whole groups, or say how "
@@ -331,10 +332,8 @@ def explain_values(error: Exception, who: str) -> None:
 
 _OF_TWO_MESHES = "Mesh for all inputs", "should match the mesh of sharding"  # JAX's words
 _OTHER_MESH = _OF_TWO_MESHES[0], "should match the mesh passed to shard_map"
-
-
+_NOT_TO_CUT = "shard_map applied to the function"
 _NO_AXES = AbstractMesh((), ())
-
 
 # The meshes of the replicas that this thread traces, one inside of another; None for a replica of one device.
 _inside: contextvars.ContextVar[tuple[ReplicaMesh | None, ...]] = contextvars.ContextVar("jdp_replicas", default=())

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._jax.private import is_described, trace_state_clean
 from .._processes.agree import same_program
+from .._processes.coordination import text_of
 from .._processes.exchange import Exchange, exchange_of
 from .devices import Device, Devices, names_of, resolve_devices
 
@@ -230,6 +231,7 @@ def replicas_on(jax_mesh: Any) -> tuple[set[int], bool]:
 
 
 _NO_MESH = Mesh(np.empty((), object), ())
+_settings: Any = jax.config
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
@@ -251,6 +253,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
     While another program is being traced, JAX lets only the abstract mesh change, so that one is emptied. A mesh with
     Explicit axes stays, because the types of the incoming values refer to it, and so does the mesh of a `shard_map`.
     In a process that was forked after JAX had started, the call raises a `RuntimeError`: it would hang forever there.
+    If JAX is told to look for what is not finite, every program of the call is looked at.
     `verb` is the name of the public function, if the function's own is another.
     """
 
@@ -260,9 +263,9 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         try:
             around = jax.sharding.get_abstract_mesh()
-            if around.empty and not cut_off:
+            if around.empty and not cut_off and not searches():
                 return function(*args, **kwargs)
-            with _no_mesh(name, around):
+            with _searching(), _no_mesh(name, around):
                 return function(*args, **kwargs)
         except Exception as error:
             if hides_nonfinite(error):
@@ -283,11 +286,30 @@ def hides_nonfinite(error: BaseException | None) -> bool:
     JAX runs the program again, operation by operation. A `shard_map` then calls itself without end or, on a mesh of
     several axes, is refused.
     """
-    if not isinstance(error, RecursionError) and "an axis marked as manual" not in str(error):
+    if not isinstance(error, RecursionError) and "an axis marked as manual" not in text_of(error):
         return False
     while error is not None and type(error).__name__ != "InternalFloatingPointError":
         error = error.__context__
     return error is not None
+
+
+def searches() -> bool:
+    """Returns True if JAX is told to look for what is not finite (`jax_debug_nans`, `jax_debug_infs`)."""
+    return _settings.jax_debug_nans or _settings.jax_debug_infs
+
+
+@contextlib.contextmanager
+def _searching() -> Iterator[None]:
+    """Makes programs that have run before look for what is not finite, too, if JAX is told to.
+
+    JAX 0.10 forgets `jax.config.update("jax_debug_nans", True)` in a thread that has traced the gradient of a `relu`, a
+    `scan` or a `switch`: a program that was compiled before then returns NaN. A context of the same value is not lost.
+    """
+    if not searches():
+        yield
+        return
+    with jax.debug_nans(_settings.jax_debug_nans), jax.debug_infs(_settings.jax_debug_infs):
+        yield
 
 
 @contextlib.contextmanager
@@ -299,6 +321,9 @@ def _no_mesh(name: str, around: AbstractMesh) -> Iterator[None]:
             f"JAX had started; a fork has none of JAX's threads, and would wait forever. Start it by "
             f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
         )
+    if around.empty:
+        yield
+        return
     if trace_state_clean():
         with jax.set_mesh(_NO_MESH):
             yield
@@ -325,7 +350,6 @@ def _without_own_frames(error: Exception) -> types.TracebackType | None:
     If the user's code did not raise the error, and its text is not one of jdp's own, all frames stay, because they are
     needed to mend jdp. They also stay if JAX is told to keep its own (`JAX_TRACEBACK_FILTERING=off`).
     """
-    settings: Any = jax.config
     left = error.__traceback__
     frames: list[types.TracebackType] = []
     while left is not None:
@@ -334,7 +358,7 @@ def _without_own_frames(error: Exception) -> types.TracebackType | None:
     files = [x.tb_frame.f_code.co_filename for x in frames]
     last = max((i for i, file in enumerate(files) if file.startswith(_OWN)), default=-1)
     is_of_user = any(not file.startswith(_LIBRARIES) for file in files[last + 1 :])
-    if settings.jax_traceback_filtering == "off" or not (is_of_user or str(error).startswith("jdp.")):
+    if _settings.jax_traceback_filtering == "off" or not (is_of_user or text_of(error).startswith("jdp.")):
         return error.__traceback__
     for x, file in zip(frames[::-1], files[::-1], strict=True):
         if not file.startswith(_OWN):

@@ -34,6 +34,14 @@ for _kind in (AbsentError, FailedError):
     _kind.__name__ = _kind.__qualname__ = DesyncError.__name__
 
 
+def text_of(error: BaseException | None) -> str:
+    """Returns an error's text; none if that cannot be made."""
+    try:
+        return str(error)
+    except Exception:  # of an error of the user's own
+        return ""
+
+
 def client() -> Any:
     """Returns the client of JAX's coordination service; None if JAX runs as one process."""
     return job().client

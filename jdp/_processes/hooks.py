@@ -30,6 +30,7 @@ from .coordination import (
     own_process,
     put,
     say,
+    text_of,
 )
 from .exchange import Exchange
 from .last_words import (
@@ -41,7 +42,6 @@ from .last_words import (
     look_at_the_time,
     show,
     tell,
-    text_of,
     time_for_saves,
 )
 from .places import limits

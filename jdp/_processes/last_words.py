@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._launch.protocol import FOR_ANOTHER, WAITED
-from .coordination import DesyncError, FailedError, client, flush, now, own_process, process_count, say
+from .coordination import DesyncError, FailedError, client, flush, now, own_process, process_count, say, text_of
 from .watch import watch
 
 _FAILED = "jdp/failed"
@@ -22,14 +22,6 @@ _ending = threading.Event()  # set when this process is about to end, and has sa
 _GRACE = 1.0  # seconds that a process has to fail by itself, and say more, before it ends because of another
 FOR_A_SAVE = 60.0  # seconds that a process which has failed waits for what it has begun to write
 AFTER_CTRL_C = 20.0  # the same after Ctrl-C: `jdp launch` kills after 30
-
-
-def text_of(error: BaseException) -> str:
-    """Returns an error's text; none if that cannot be made."""
-    try:
-        return str(error)
-    except Exception:  # of an error of the user's own
-        return ""
 
 
 def is_of_another(error: BaseException) -> bool:

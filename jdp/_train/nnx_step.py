@@ -127,10 +127,11 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         """
         last = self._results.last
         try:
-            if isinstance(batch, TrainState):
+            if isinstance(batch, TrainState) or more and isinstance(batch, nnx.Module | nnx.State | nnx.Optimizer):
+                name = "jdp.TrainState" if isinstance(batch, TrainState) else type(batch).__name__
                 raise TypeError(
-                    f"jdp.{VERB}: the batch is a jdp.TrainState; an NNX step takes the batch alone, because the model "
-                    f"and the optimizer hold the state. Pass step(batch)."
+                    f"jdp.{VERB}: the batch is a {name}; an NNX step takes the batch alone, because the model and the "
+                    f"optimizer hold the state. Pass step(batch)."
                 )
             if more:
                 raise too_many(more, "step((x, y))")

@@ -39,12 +39,13 @@ from .._core.programs import (
     refuse_freed,
     stepped,
 )
-from .._core.replica_mesh import ReplicaMesh, cut_off, hides_nonfinite
+from .._core.replica_mesh import ReplicaMesh, cut_off, hides_nonfinite, searches
 from .._core.scatter import filled
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
 from .._model.config import Config
+from .._processes.coordination import text_of
 from .compiler_options import CompilerOptions, compiler_options
 from .computation import (
     Computation,
@@ -259,17 +260,18 @@ class Program(Computation):
 
 def _raise_better(error: Exception, state: TrainState, leaves: Sequence[Any]) -> None:
     """Raises errors of our own for a NaN in a step with `jax_debug_nans`, and for a state that is freed."""
-    settings: Any = jax.config
     # To find the operation, JAX runs the program again, with a state that is donated already: it fails, or recurses.
-    is_jax = type(error).__name__ == "InternalFloatingPointError" or "deleted" in str(error) or hides_nonfinite(error)
+    is_jax = (
+        type(error).__name__ == "InternalFloatingPointError" or "deleted" in text_of(error) or hides_nonfinite(error)
+    )
     is_found = is_jax or isinstance(error, FloatingPointError | Retraced)
-    if is_found and (settings.jax_debug_nans or settings.jax_debug_infs):
+    if is_found and searches():
         raise FloatingPointError(
             "jdp.train_step: something is not finite after the step, and jax_debug_nans or jax_debug_infs is set; the "
             "state that went in is gone if the step donates it. Call step.find_nonfinite(state, batch) with a state "
             "from before, which names the replicas and rows, or make the step with skip_nonfinite=True."
         ) from error
-    if "has been deleted" in str(error) and are_freed(leaves):
+    if "has been deleted" in text_of(error) and are_freed(leaves):
         raise was_donated(state) from error
 
 
@@ -355,7 +357,7 @@ def run_known_step(
     program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
-    if cut_off or is_watched() or not jax.sharding.get_abstract_mesh().empty:
+    if cut_off or is_watched() or searches() or not jax.sharding.get_abstract_mesh().empty:
         return None
     try:
         found = None if type(batch) in NESTED and is_deep(batch) else _known_step(program, state, batch)

@@ -76,7 +76,13 @@ class OwnSignature:
 
 def _has(module: Any, name: str) -> bool:
     """Returns True if a module has an attribute. The value is not read: some of Linen's raise errors if unbound."""
-    return hasattr(type(module), name) or name in getattr(module, "__dict__", ())
+    return hasattr(type(module), name) or name in getattr(module, "__dict__", ()) or _is_set_up(module, name)
+
+
+def _is_set_up(module: Any, name: str) -> bool:
+    """Returns True if the `setup` of a Linen module names an attribute, which the module has once it is bound."""
+    setup = isinstance(module, linen.Module) and inspect.unwrap(type(module).setup)
+    return name in getattr(getattr(setup, "__code__", None), "co_names", ())
 
 
 class DataParallel(nnx.Module, Generic[M]):
@@ -390,7 +396,7 @@ class DataParallel(nnx.Module, Generic[M]):
                 )
             way = f"; its module has one. Read dp.module.{name}" if has else ""
             of_linen = getattr(linen.Module, name, None) if has and self._config.kind == "linen" else None
-            if isinstance(of_linen, property):
+            if isinstance(of_linen, property) or has and _is_set_up(self.module, name):
                 way = f"; its module has one once it is bound. Read dp.module.bind(variables).{name}"
             elif callable(of_linen):
                 way = f"; its module has one, which is Flax's own. Call dp.module.{name}(...)"

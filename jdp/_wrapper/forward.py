@@ -29,9 +29,14 @@ from .._jax.private import trace_state_clean
 from .._model.config import Config, Wrapper
 from .._model.linen import call_options, explain_stacked, place, unboxed
 from .._model.nnx import Held, StandIn, filters_of, is_node, take_nodes
+from .._processes.coordination import text_of
 
 _NO_APPLY = (
     "jdp.DataParallel: an NNX module holds its own state. Call dp(*args) instead of dp.apply; another method runs by "
+    "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
+)
+_NO_METHOD = (
+    "jdp.DataParallel: method is an argument of dp.apply for a Linen module; an NNX module has none. Call "
     "jdp.DataParallel(lambda model, x: model.encode(x), devices)(dp.module, x)."
 )
 
@@ -128,7 +133,12 @@ def run_nnx(dp: Wrapper[object], args: tuple[Any, ...], kwargs: Mapping[str, Any
     }
     sown = place(sown, config.mesh)  # it came back cut, like an output
     params = Held(StandIn(0), graph, (*cut.values(), sown, rest))
-    out, updates = four_steps(dp, params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
+    try:
+        out, updates = four_steps(dp, params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
+    except TypeError as error:
+        if "unexpected keyword argument 'method'" in text_of(error):
+            error.add_note(_NO_METHOD)
+        raise
     nnx.update(nodes, updates)
     return out
 

@@ -171,6 +171,28 @@ def in_a_job(monkeypatch):
     monkeypatch.setattr(checkpointer, "jax", types.SimpleNamespace(process_count=lambda: 2))
 
 
+def test_another_process_that_is_stopped_is_named_by_those_that_wait_for_the_save(tmp_path, slow, monkeypatch):
+    """They would wait until JAX ends the process after a minute, without a word about the save."""
+    others = types.SimpleNamespace(
+        silent=lambda processes: [p for p in processes if p],
+        why_silent=lambda silent: "has given no sign of life for 10 s",
+        is_enough=lambda waited, silent: waited > 0.2,
+    )
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": np.ones(3)})
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "watch", others)
+            patch.setattr(write, "ended", set)
+            patch.setattr("jax.process_count", lambda: 2)
+            with pytest.raises(AbsentError, match=r"step 1 was not saved .*: process 1 has given no .* Start the job"):
+                checkpointer.wait()
+            patch.setattr(write, "ended", lambda: {1})  # in good order: nobody has to be waited for
+            with pytest.raises(RuntimeError, match="the job ended first"):
+                checkpointer._writer.wait(1.0)
+        slow.set()
+    assert os.listdir(tmp_path) == ["1"]
+
+
 @pytest.mark.parametrize("kind", [AbsentError, ValueError])
 def test_the_block_of_a_job_that_ends_with_an_error(tmp_path, monkeypatch, slow, kind):
     """After its own error the save is finished, and the process is not late; after that of another, nothing is."""

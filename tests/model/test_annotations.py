@@ -186,6 +186,16 @@ def test_a_shard_map_of_the_models_own_is_refused(n, rows):
     assert "shard_map" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_shard_map_that_does_not_fit_a_chunk_is_told_of_too(rows):
+    """JAX refuses it before there is a program to look at."""
+    mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4])
+    double = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    with pytest.raises(ValueError, match="not evenly divisible") as caught:
+        jdp.DataParallel(lambda w, x: w * double(x), range(4)).apply(np.float32(1), ROWS[:rows])
+    assert "Call the function without shard_map, on the chunk." in "\n".join(caught.value.__notes__)
+
+
 class Annotated(nnx.Module):
     def __init__(self, rngs):
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))

@@ -137,3 +137,22 @@ def test_debug_nans_ends_a_step_and_names_the_way_on(options, calls, rows):
     again = dp.train_step(log_of, optax.sgd(0.1), **options)
     _, metrics = again(again.init({"params": np.ones(3, np.float32)}), -x)
     assert np.isnan(metrics["loss"])  # without that setting it is a number
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("way", ["step", "call", "value_and_grad"])
+def test_a_warm_program_looks_for_nans_though_jax_has_forgotten_that_it_should(way):
+    """In JAX 0.10 a gradient of `relu` hides the global setting from programs of that thread that were compiled."""
+    dp, x, w = jdp.DataParallel(lambda w, x: jnp.log(x * w), range(4)), np.ones((7, 3), np.float32), np.ones(3)
+    step = dp.train_step(log_of, optax.sgd(0.1), donate=False)
+    state, grads = step.init({"params": w.astype(np.float32)}), dp.value_and_grad(lambda w, x: jnp.log(x * w).mean())
+    call = {"step": lambda x: step(state, x), "call": lambda x: dp(w, x), "value_and_grad": lambda x: grads(w, x)}[way]
+    for _ in range(3):
+        call(x)
+    jax.jit(jax.grad(lambda x: jax.nn.relu(x).sum()))(x)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(FloatingPointError, match=r"step\.find_nonfinite|^Invalid value \(nan"):
+            call(-x)
+    finally:
+        jax.config.update("jax_debug_nans", False)

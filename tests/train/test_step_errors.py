@@ -207,6 +207,10 @@ def test_what_belongs_to_the_other_kind_of_step(refused):
     with refused(TypeError, "train_step", r"the batch is a jdp.TrainState; .*Pass step\(batch\)"):
         net().train_step(lambda m, x: m(x).mean(), SGD)(state, X)
     assert int(step(state, X)[0].step) == 1
+    of_nnx = net().train_step(lambda m, x: m(x).mean(), SGD)
+    for first in (net().module, nnx.state(net().module), of_nnx.optimizer):
+        with refused(TypeError, "train_step", rf"the batch is a {type(first).__name__}; .*takes the batch alone"):
+            of_nnx(first, X)
 
 
 def test_arguments_in_the_other_order(refused):

@@ -971,6 +971,33 @@ def test_an_exception_keeps_its_type_and_text_and_says_where_it_came_from(device
     np.testing.assert_allclose(dp(WEIGHT, ROWS[:9]), 3 * ROWS[:9], rtol=1e-6)  # and works afterwards
 
 
+class TextFails(Exception):
+    def __str__(self):
+        raise ZeroDivisionError("of its text")
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("way", ["call", "value_and_grad", "step", "prefetch"])
+def test_an_error_whose_text_fails_keeps_its_type(way, rows):
+    def model(w, x):
+        raise TextFails
+
+    def loader():
+        yield ROWS[:rows]
+        raise TextFails
+
+    dp = jdp.DataParallel(model, range(4))
+    step = dp.train_step(model, optax.sgd(0.1))
+    call = {
+        "call": lambda: dp(WEIGHT, ROWS[:rows]),
+        "value_and_grad": lambda: dp.value_and_grad(model)(WEIGHT, ROWS[:rows]),
+        "step": lambda: step(step.init({"params": WEIGHT}), ROWS[:rows]),
+        "prefetch": lambda: list(dp.prefetch(loader())),
+    }
+    with pytest.raises(TextFails):
+        call[way]()
+
+
 def test_the_failing_chunk_names_its_replica(devices):
     def model(w, x):
         if x.shape[0] == 1:
