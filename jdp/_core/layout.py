@@ -173,6 +173,11 @@ class Layout:
         return tuple(self.of(LEAF, [leaf]) for leaf in self.arrays)
 
     @property
+    def primary(self) -> tuple[int, int]:
+        """The device of the first replica that is used, and the number of that replica on its device."""
+        return divmod(self.used[0], self.per_device) if self.used else (0, 0)
+
+    @property
     def by_device(self) -> tuple[int, ...]:
         """The rows on each device."""
         return tuple(np.reshape(self.rows, (-1, self.per_device)).sum(1).tolist())

@@ -135,10 +135,11 @@ def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
 
 
 def output_path(treedef: Any, index: int) -> str:
-    return "output" + jax.tree_util.keystr(_paths(treedef)[index])
+    return "output" + jax.tree_util.keystr(paths_in(treedef)[index])
 
 
-def _paths(treedef: Any) -> list[Any]:
+def paths_in(treedef: Any) -> list[Any]:
+    """Returns the path of each leaf of a tree with this treedef."""
     numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
@@ -200,7 +201,7 @@ class Outputs:
         at = sorted({rule.over for rule in self.rules if isinstance(rule.over, int)})
         totals = dict(zip(at, _psum([self.values[i] for i in at], mesh), strict=True))
         found = []
-        for i, (x, rule, path) in enumerate(zip(self.values, self.rules, _paths(self.treedef), strict=True)):
+        for i, (x, rule, path) in enumerate(zip(self.values, self.rules, paths_in(self.treedef), strict=True)):
             over = totals[rule.over] if isinstance(rule.over, int) else rule.over
             if i in totals:
                 found.append(totals[i])
@@ -231,7 +232,7 @@ class Outputs:
         if is_key(x):
             data = self._one_for_all(jax.random.key_data(x), rule, index)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        primary = layout.used[0] // layout.per_device if layout.used else 0
+        primary, _ = layout.primary
         narrow = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
         return jax.lax.psum(jnp.where(index == primary, narrow, jnp.zeros_like(narrow)), axis_name).astype(x.dtype)
 

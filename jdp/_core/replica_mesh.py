@@ -181,12 +181,21 @@ def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:
     Raises:
         ValueError: a replica's devices belong to several processes, so that none of these can pass its rows.
     """
-    return _of_auto_axes(Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names)), axis_name)
+    return _mesh_of_devices(tuple(mesh.devices.flat), mesh.devices.shape, mesh.axis_names, axis_name)
+
+
+def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> ReplicaMesh:
+    """Returns the mesh of replicas of one device each, in the order of the devices."""
+    return _mesh_of_devices(devices, (len(devices),), (axis_name,), axis_name)
 
 
 @functools.cache
-def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
-    found = ReplicaMesh(mesh, axis_name)
+def _mesh_of_devices(
+    devices: tuple[Device, ...], shape: tuple[int, ...], names: tuple[Any, ...], axis_name: str
+) -> ReplicaMesh:
+    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
+    types = (AxisType.Auto,) * len(names)
+    found = ReplicaMesh(Mesh(np.array(devices, dtype=object).reshape(shape), names, axis_types=types), axis_name)
     for i, group in enumerate(found.groups):
         processes = sorted({d.process_index for d in group})
         if len(processes) > 1 and jax.process_count() > 1:
@@ -197,17 +206,6 @@ def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
                 f"{axis_name!r} stay inside of a process."
             )
     return found
-
-
-def _auto(names: tuple[Any, ...]) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * len(names)
-
-
-@functools.cache
-def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> ReplicaMesh:
-    """Returns the mesh of replicas of one device each, in the order of the devices."""
-    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
-    return replica_mesh(Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=_auto((axis_name,))), axis_name)
 
 
 def mesh_of(verb: str, devices: Devices) -> ReplicaMesh:
@@ -238,7 +236,7 @@ cut_off: list[int] = []  # if this process was forked: the one it was forked fro
 
 
 def _after_fork() -> None:
-    if _of_auto_axes.cache_info().currsize:  # its devices have started JAX
+    if _mesh_of_devices.cache_info().currsize:  # its devices have started JAX
         cut_off[:] = [os.getppid()]
 
 

@@ -89,16 +89,12 @@ def _one_of_all(x: Any, way: Way, rule: Marked, layout: Layout) -> Any:
     if way == "rows":
         axis = rule.axis or 0
         return x if x.ndim == 1 else jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
-    return x[_turn_of_primary(layout)]
-
-
-def _turn_of_primary(layout: Layout) -> int:
-    return layout.used[0] % layout.per_device if layout.used else 0
+    return x[layout.primary[1]]
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
     """Runs the replicas in a loop, which carries sums and the primary's values: those of one replica are in memory."""
-    numbers, primary = jnp.arange(layout.per_device, dtype=jnp.int32), _turn_of_primary(layout)
+    numbers, (_, primary) = jnp.arange(layout.per_device, dtype=jnp.int32), layout.primary
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
     each = [*zip(out.values, out.ways, out.rules, strict=True)]
     # Outputs with rows are stacked; so are keys, because the loop's carry would have to begin with a key of zeros.

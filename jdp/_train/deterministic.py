@@ -7,7 +7,6 @@ number of devices. A program for several devices would be compiled differently, 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,12 +20,13 @@ from .._core.balanced_sum import (
     Parts,
     Segment,
     add_replica,
+    chunks_of,
     exchange,
     numbers_of_rows,
     one_replica,
-    picked,
     put_together,
     segments,
+    shape_of,
 )
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
 from .._core.outputs import Outputs
@@ -70,18 +70,6 @@ def _shape_key(operands: Any) -> Any:
     return len(_configuration()), *shapes
 
 
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
-def _own_chunks(arrays: Sequence[Any], index: Any, leaves: tuple[Leaf, ...]) -> list[Any]:
-    """Returns the chunks of the replica with this index, out of padded arrays of all replicas."""
-    return [
-        jax.lax.dynamic_slice_in_dim(x, index * leaf.padded, leaf.padded, leaf.axis) if isinstance(leaf, Cut) else x
-        for x, leaf in zip(arrays, leaves, strict=True)
-    ]
-
-
 def _on_device(shapes: Any, device: Any) -> Any:
     """Returns the shapes, placed on this device."""
     to = SingleDeviceSharding(device)
@@ -110,9 +98,10 @@ class Deterministic:
             return [jnp.concatenate(x, axis) for axis, *x in zip(axes, *rows, strict=True)]
 
         self._join: Any = jax.jit(join, static_argnums=1)
-        self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
+        axes = [leaf.axis for leaf in layout.arrays]
+        self._pick: Any = jax.jit(lambda arrays, number: chunks_of(arrays, axes, layout.per_device, number))
         self._gather: Any = jax.jit(lambda arrays: arrays, out_shardings=layout.mesh.replicated)
-        on_device, self._turn_of_primary = divmod(layout.used[0], layout.per_device)
+        on_device, self._turn_of_primary = layout.primary
         self._exchange: Any = exchange(layout.mesh, on_device)
         own = np.reshape(np.array(layout.own, np.int32), (-1, layout.per_device))
         self._indices = [jax.device_put([*mine], device) for mine, device in zip(own, self._devices, strict=True)]
@@ -275,14 +264,14 @@ class Deterministic:
         found, parts = segments(turn, operands, self._layout, self.__name__)
         return TurnPrograms(found, parts, outs[-1])
 
-    def _loss_of_all_rows(self, forward: TurnPrograms) -> tuple[Any, list[Leaf]]:
+    def _loss_of_all_rows(self, forward: TurnPrograms) -> tuple[Any, list[Cut | Whole]]:
         """Returns the program of a loss of all rows, for one device, and a `Leaf` for each cotangent it returns."""
         out, passes = forward.out, Passes(self._step.loss, self._step.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
         outputs, *_ = out.treedef.unflatten(range(len(out.rules)))
         each: list[int] = jax.tree.leaves(outputs)
-        leaves: list[Leaf] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
+        leaves: list[Cut | Whole] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
 
         def loss_program(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
             scattered = Scattered(batch, alone)
@@ -309,12 +298,13 @@ class Deterministic:
             forward = self._turn(forward_of(step.loss, steps), operands)
         loss_program, leaves = self._loss_of_all_rows(forward)
         rows, whole, sums = self._shapes_of_all(forward, arrays)  # shapes, because nothing has run yet
-        shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
-        own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
-        own = jax.eval_shape(own_chunks, jax.eval_shape(loss_program, *shapes)[1], operands[-1])
+        shapes = [jax.tree.map(shape_of, state), whole, rows, sums]
+        axes, count = [leaf.axis for leaf in leaves], len(self._layout.devices)
+        pick_own: Any = jax.jit(lambda cotangents, index: chunks_of(cotangents, axes, count, index))
+        own = jax.eval_shape(pick_own, jax.eval_shape(loss_program, *shapes)[1], operands[-1])
         backward = gradients(step.loss._replace(is_backward=True), steps, step.options.reduce_dtype)
         turn = self._turn(backward, [*operands[:-1], *own, operands[-1]], leaves)
-        return [forward, turn._replace(pick_own=jax.jit(own_chunks))], loss_program, shapes
+        return [forward, turn._replace(pick_own=pick_own)], loss_program, shapes
 
     def _update(self, out: Outputs) -> tuple[Any, list[Any]]:
         """Returns the program that computes the next state, and `trees`: its results' treedefs, set by tracing it."""
@@ -366,7 +356,7 @@ class Deterministic:
             axis = out.rules[i].axis or 0
             shape[axis] = len(self._layout.devices) * max([1, *out.sizes[i]])
             rows.append(jax.ShapeDtypeStruct(tuple(shape), out.values[i].dtype))
-        return rows, [*map(_shape_of, batch)], [*map(_shape_of, forward.parts.sums)]
+        return rows, [*map(shape_of, batch)], [*map(shape_of, forward.parts.sums)]
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what the first call would compile: this takes long, and it can be interrupted here."""

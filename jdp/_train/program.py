@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._core.calls import flatten
 from .._core.fingerprint import start
 from .._core.gather import join
 from .._core.global_arrays import sharing
@@ -63,8 +64,6 @@ from .nonfinite import Nonfinite, flags_on_replicas, report
 from .state import TrainState, was_donated
 from .state_shardings import inner_shardings_of, on_other_mesh
 from .step_options import StepOptions
-
-flatten = jax.tree_util.default_registry.flatten  # without the Python around it
 
 
 class Program(Computation):

@@ -104,7 +104,7 @@ def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Ma
         graph, *states = nnx.split(nodes)
         whole = Held(whole, graph, tuple(states))
     try:
-        out = four_steps(dp, whole, args, kwargs, stateful, cut, variables if nodes else None)
+        out = four_steps(dp, whole, args, kwargs, stateful, cut, variables)
     except Exception as error:
         explain_stacked(error, variables, len(config.devices))
         raise
@@ -144,13 +144,19 @@ def four_steps(
 ) -> Any:
     """Runs the four steps, and returns the result; for parameters that are `Held`, also the updates of the NNX objects.
 
-    `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: the part of
-    the parameters that decides where results go; None stands for all of them.
+    Args:
+        dp: the wrapper, whose methods are the four steps.
+        params: the parameters, with a stand-in for each NNX object among them.
+        args: the positional arguments after the parameters.
+        kwargs: the keyword arguments.
+        stateful: whether the program returns (output, state).
+        cut: the parts of `params` that have a batch axis, by name; they are cut already.
+        home: the part of the parameters that decides where results go. It has no stand-ins.
     """
     config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
     config.refuse_other_mesh()
     if not trace_state_clean():
-        args, kwargs = _at_home((args, kwargs), params if home is None else home, config.mesh)
+        args, kwargs = _at_home((args, kwargs), home, config.mesh)
     inputs, kw = dp.scatter(args, kwargs, config.devices)
     if cut:
         _refuse_other_rows(cut, inputs, kw)
@@ -164,7 +170,7 @@ def four_steps(
     if own and in_place and not config.state_axes and not holds_objects:
         call, operands = (params, args, kwargs), (replicas, inputs, kw)
         config.calls.remember(functools.partial(config.program, dp.module), dp.module, call, operands)
-    stay = _stays(config, params, params if home is None else home, in_place)
+    stay = _stays(config, params, home, in_place)
     if not holds_objects:
         return _gathered(dp, outputs, stay, stateful)
     outputs, updates = children(outputs)
@@ -188,7 +194,11 @@ def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any,
 
 
 def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
-    """Returns True if results stay spread over the replicas, because the parameters live on all of them."""
+    """Returns True if results stay spread over the replicas, because the parameters live on all of them.
+
+    If there are no parameters at all, results go to the primary device. An NNX model without arrays of its own lets
+    them stay.
+    """
     if in_place:
         return bool(jax.tree.leaves(params))
     return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
