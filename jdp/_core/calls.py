@@ -22,7 +22,7 @@ from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
 from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, all_lie, are_freed, dispatch, is_plain, is_watched
 from .replica_mesh import ReplicaMesh
-from .scatter import filled
+from .scatter import as_scattered
 from .scattered import Scattered
 from .unread import Reads, may_hide
 
@@ -115,7 +115,7 @@ def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
     layout = known.used(key)
     if layout is None or not is_plain():
         return None
-    return Scattered(arrays, layout) if layout.is_even else filled(arrays, layout, place=False)
+    return Scattered(arrays, layout) if layout.is_even else as_scattered(arrays, layout, place=False)
 
 
 def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:

@@ -152,7 +152,8 @@ _settings: Any = jax.config
 # Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
 _made: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
-_held: list[tuple[Any, dict[int, Any]]] = []  # objects without weak references, and their stores; the last used last
+# Objects without weak references, each with its store; the one that was used last is the last one.
+_kept_alive: list[tuple[Any, dict[int, Any]]] = []
 
 
 def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _made) -> T:
@@ -173,7 +174,7 @@ def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], s
         entry = store[number] = (ref, {})
     ref, made = entry
     if not isinstance(ref, weakref.ref):
-        _hold(owner, store)
+        _keep_alive(owner, store)
     if (method, key) not in made:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -192,11 +193,11 @@ def _is_of_what_is_gone(key: Any) -> bool:
     return isinstance(key, tuple) and any(isinstance(x, weakref.ref) and x() is None for x in key)
 
 
-def _hold(owner: Any, store: dict[int, Any]) -> None:
+def _keep_alive(owner: Any, store: dict[int, Any]) -> None:
     """Keeps an object alive, so that no other object gets its id; drops the one that was used longest ago."""
-    _held[:] = [x for x in _held if x[0] is not owner or x[1] is not store] + [(owner, store)]
-    if len(_held) > MOST_HELD:
-        oldest, its_store = _held.pop(0)
+    _kept_alive[:] = [x for x in _kept_alive if x[0] is not owner or x[1] is not store] + [(owner, store)]
+    if len(_kept_alive) > MOST_HELD:
+        oldest, its_store = _kept_alive.pop(0)
         its_store.pop(id(oldest), None)
 
 

@@ -55,7 +55,7 @@ def run_chunks(
     n = signature.layout.mesh.size
     if is_uneven(signature):
         bodies = trace_bodies(body_of, operands, signature)
-        largest = _body_of_all(bodies, signature)
+        largest = _body_for_all(bodies, signature)
         if largest is None:
             return run_body(bodies, operands, signature, index)
         mine = _at_size(_filled_up(operands, signature, index), signature, largest.replica)
@@ -74,8 +74,8 @@ def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
-def _body_of_all(bodies: Bodies, signature: Signature) -> Body | None:
-    """Returns the body of the largest chunks if every replica may run it: if each row is computed alone. Else None."""
+def _body_for_all(bodies: Bodies, signature: Signature) -> Body | None:
+    """Returns the body of the largest chunks if all replicas may run it, as each row is computed alone; else None."""
     layout, rows = signature.layout, signature.layout.rows
     # If the user has made some chunks much smaller than others, perhaps for a slower device, filling these up would
     # give that device the work of the largest.

@@ -163,7 +163,7 @@ class Computation:
         inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
         if self.options.shard_params:
             params = as_shards(params, layout.mesh, self.scanned or ())
-        return (params, entered(state.state, given)), inputs, step_key(state, layout)
+        return (params, held_for_loss(state.state, given)), inputs, step_key(state, layout)
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
         outputs = self.run(*self.operands(state, batch))
@@ -179,8 +179,8 @@ class Computation:
         return self.read(state, found)
 
     def read(self, state: TrainState, found: Gradients) -> Gradients:
-        """Returns what the replicas found, with the values of all terms and the whole state after the step."""
-        return found._replace(out=finished(found.out), state=left(state.state, found.state))
+        """Returns the replicas' results, with the value of each term, and with the whole state after the step."""
+        return found._replace(out=finished(found.out), state=state_and_updates(state.state, found.state))
 
 
 def step_key(state: TrainState, layout: Layout) -> Scattered | None:
@@ -191,15 +191,15 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     return Scattered((key,), layout.of(jax.tree.structure({"key": 0}), [Whole()]))
 
 
-def entered(state: Tree, given: Held | None) -> Held:
-    """Adds the state of the NNX objects in the batch, which `given` holds, to the state that the loss gets."""
+def held_for_loss(state: Tree, given: Held | None) -> Held:
+    """Returns the state that the loss gets: that of the model, and that of the NNX objects in the batch (`given`)."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
-def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
-    """Separates the state after the step from the changes of the NNX objects in the batch."""
+def state_and_updates(state: Tree, found: Tree) -> tuple[Tree, Tree]:
+    """Splits what the replicas `found` into the whole state after the step and the updates of the batch's objects."""
     if isinstance(state, Mapping):
         return found
     mine, updates = of_model(found)

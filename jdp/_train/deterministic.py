@@ -108,7 +108,7 @@ class Deterministic:
         self._numbers = [jax.device_put([*np.arange(layout.per_device)], device) for device in self._devices]
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
-        states, batches = self._apart(state, arrays)
+        states, batches = self._split_by_device(state, arrays)
         key = _shape_key((states[0], batches[0]))
         if key not in self._compiled:
             self.lower(state, arrays).compile()
@@ -118,27 +118,27 @@ class Deterministic:
         if loss_programs:
             forward, _ = turns
             first = self._turns(forward, states, batches, cotangents)
-            sums, _ = self._together([x.sums for x in first], [[] for _ in first])
-            rows, whole = self._everywhere(forward.out, first, arrays)
+            sums, _ = self._exchanged([x.sums for x in first], [[] for _ in first])
+            rows, whole = self._gathered(forward.out, first, arrays)
             operands = zip(loss_programs, states, whole, rows, sums, strict=True)
             found = [loss_program(*of_device) for loss_program, *of_device in operands]
             cotangents = [x for _, x in found]
             from_all_rows = [x for x, _ in found] if self._step.loss.criterion else from_all_rows
         parts = self._turns(turns[-1], states, batches, cotangents)
-        sums, of_primary = self._together([x.sums for x in parts], [x.of_primary for x in parts])
+        sums, of_primary = self._exchanged([x.sums for x in parts], [x.of_primary for x in parts])
         found = [x._replace(sums=s, of_primary=t, rows=[]) for x, s, t in zip(parts, sums, of_primary, strict=True)]
-        operands = zip(updates, states, map(self._whole, batches), found, from_all_rows, strict=True)
+        operands = zip(updates, states, map(self._without_rows, batches), found, from_all_rows, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
-        leaves = self._arrays(after, [None] * len(after[0]))
+        leaves = self._assembled(after, [None] * len(after[0]))
         self._copies.clear()
         self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
         state = of_state.unflatten(leaves)
-        metrics, changed = of_others.unflatten(self._arrays(others, [None] * len(others[0])))
+        metrics, changed = of_others.unflatten(self._assembled(others, [None] * len(others[0])))
         if self._step.options.shard_optimizer:  # whose state was gathered, and is cut again
             state = self._step.placed(state)
         return state, self._with_rows(metrics, parts, turns[-1].out), changed
 
-    def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
+    def _split_by_device(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the replicated leaves of the state and the device's part of the batch."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(
@@ -148,34 +148,35 @@ class Deterministic:
         leaves = jax.tree.leaves(state)
         if not all(x.is_fully_replicated for x in leaves):  # the optimizer's state is cut over the devices
             leaves = self._gather(leaves)
-        return self._on_each(leaves), self._on_each(arrays)
+        return self._by_device(leaves), self._by_device(arrays)
 
-    def _on_each(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """Returns for each of this process's devices the parts of the arrays on it."""
-        parts = [*map(self._parts, arrays)]
+    def _by_device(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """Returns the parts of the arrays on each of this process's devices: a list for each device."""
+        parts = [*map(self._parts_of, arrays)]
         return [[x[i] for x in parts] for i in range(len(self._devices))]
 
-    def _parts(self, x: Any) -> Sequence[Any]:
+    def _parts_of(self, x: Any) -> Sequence[Any]:
+        """Returns the parts of an array on this process's devices, in their order."""
         known = self._copies.get(id(x))
         if known is not None and known[0] is x:
             return known[1]
         found = {shard.device: shard.data for shard in x.addressable_shards}
         return [found[device] for device in self._devices]
 
-    def _arrays(self, each: Sequence[Sequence[Any]], axes: Sequence[int | None]) -> list[Any]:
-        """Returns arrays that are made of each device's parts and cut along these axes; None: replicated, of copies."""
+    def _assembled(self, each: Sequence[Sequence[Any]], axes: Sequence[int | None]) -> list[Any]:
+        """Returns arrays over all devices, assembled from the parts on each, along these axes (None: of copies)."""
         arrays, mesh = [], self._layout.mesh
         for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
             shape = tuple(n * mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
             arrays.append(jax.make_array_from_single_device_arrays(shape, mesh.along(axis), parts))
         return arrays
 
-    def _everywhere(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
+    def _gathered(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
         """Returns, for each device, the gathered outputs of all replicas and the whole batch, both padded."""
         axes = [out.rules[i].axis or 0 for i in numbers_of_rows(out)]
-        rows = self._arrays([x.rows for x in parts], axes) if axes else []
+        rows = self._assembled([x.rows for x in parts], axes) if axes else []
         found = self._gather([*rows, *batch])
-        apart = self._on_each(found)
+        apart = self._by_device(found)
         return [x[: len(rows)] for x in apart], [x[len(rows) :] for x in apart]
 
     def _turns(
@@ -189,7 +190,7 @@ class Deterministic:
         sums: list[list[Any]] = [[] for _ in states]
         held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
         for j, (segment, runs) in enumerate(zip(turn.segments, turn.programs, strict=True)):
-            totals = self._together(sums, [[] for _ in sums])[0] if j else sums
+            totals = self._exchanged(sums, [[] for _ in sums])[0] if j else sums
             waiting: list[list[tuple[int, list[Any]]]] = [[] for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
@@ -217,16 +218,16 @@ class Deterministic:
     def _joined(self, rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows, axes)
 
-    def _together(self, sums: list[list[Any]], of_primary: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    def _exchanged(self, sums: list[list[Any]], of_primary: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the sums over all devices and the values of the primary device."""
         if self._layout.mesh.size == 1:
             return sums, of_primary
-        operands = [self._arrays(x, [0] * len(x[0])) for x in (sums, of_primary)]
-        sums, of_primary = map(self._on_each, self._exchange(*operands))
+        operands = [self._assembled(x, [0] * len(x[0])) for x in (sums, of_primary)]
+        sums, of_primary = map(self._by_device, self._exchange(*operands))
         return sums, of_primary
 
-    def _whole(self, batch: list[Any]) -> list[Any]:
-        """Returns the batch with None instead of rows; the update may read only the arrays of NNX objects."""
+    def _without_rows(self, batch: list[Any]) -> list[Any]:
+        """Returns the batch with None for each array that has rows: the update reads only those of NNX objects."""
         return [x if leaf.axis is None else None for x, leaf in zip(batch, self._layout.arrays, strict=True)]
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
@@ -235,7 +236,7 @@ class Deterministic:
         if not numbers:
             return metrics
         leaves: list[Any] = [None] * len(out.rules)
-        arrays = self._arrays([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
+        arrays = self._assembled([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
         for i, x in zip(numbers, arrays, strict=True):
             leaf = Cut(out.rules[i].axis or 0, out.sizes[i]) if out.sizes[i] else Stack()
             leaves[i] = Scattered((x,), self._layout.of(jax.tree.structure(0), [leaf]))
@@ -325,7 +326,7 @@ class Deterministic:
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> types.SimpleNamespace:
         """Returns the step's programs: `as_text()`, which the processes compare, and `compile()`, for every device."""
-        (states, batches), devices = self._apart(state, arrays), self._devices
+        (states, batches), devices = self._split_by_device(state, arrays), self._devices
         turns, loss_program, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
@@ -337,7 +338,7 @@ class Deterministic:
                 result = jax.eval_shape(loss_program, *shapes)[0]
                 from_all_rows = [_on_device(result, device) for device in devices]
             after = [_on_device(turns[-1].parts._replace(rows=[]), device) for device in devices]
-            operands = zip(states, map(self._whole, batches), after, from_all_rows, strict=True)
+            operands = zip(states, map(self._without_rows, batches), after, from_all_rows, strict=True)
             updates = [update.lower(*x) for x in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])

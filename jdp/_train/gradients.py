@@ -154,7 +154,7 @@ def results_of_replica(
     """Returns a replica's results, not yet reduced over the replicas, and the weight of all replicas together."""
 
     def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> ReplicaResults:
-        mine = shards and shards.at(number)
+        mine = shards and shards.in_microbatch(number)
         return differentiate(loss, signature, replica, part, diff, state, size, weight, mine)
 
     weight_of_replicas = weight_of_all(signature.layout, steps)
@@ -241,7 +241,7 @@ def differentiate(
             number = loss_value(out, size if signature.layout.is_cut else None, loss.verb)
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
-    taken, rest = shards.taken() if shards else diff, (chosen, part, state)
+    taken, rest = shards.differentiated() if shards else diff, (chosen, part, state)
     function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
@@ -249,6 +249,8 @@ def differentiate(
     traced = traces.get(0) if jaxpr is None and not loss.rows else None
     if traced is None and jaxpr is None and not loss.is_backward:
         jaxpr = jax.make_jaxpr(value)(whole, *rest)
+    # The results of a trace of the loss begin with the total and the count of a `jdp.Mean`;
+    # those of `value` have its number before them.
     jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)

@@ -148,7 +148,7 @@ def loss_of(
                 return reading(loss_fn)(*positional, **keywords), nodes
 
         out, nodes = run(diff_state)
-        loss, aux = _two(out, verb) if roles.has_aux and criterion is None else (out, ())
+        loss, aux = _loss_and_aux(out, verb) if roles.has_aux and criterion is None else (out, ())
         if not nodes:
             return loss, aux, held
         trained, after = nnx.state(nodes, roles.is_diff, ...)
@@ -161,7 +161,7 @@ def loss_of(
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
         (_, *rest), _ = call_of(plain, held, args, {}, nodes)
         out = called(verb, criterion, outputs, *rest)
-        loss, aux = _two(out, verb, criterion) if roles.has_aux else (out, ())
+        loss, aux = _loss_and_aux(out, verb, criterion) if roles.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
     left = functools.partial(leave, reduce=reduce_state)
@@ -222,7 +222,7 @@ def checked_criterion(criterion: Any, verb: str) -> Criterion | None:
     )
 
 
-def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
+def _loss_and_aux(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
     what = "criterion" if criterion else "the function"

@@ -41,7 +41,7 @@ from .._core.programs import (
     stepped,
 )
 from .._core.replica_mesh import ReplicaMesh, cut_off, hides_nonfinite
-from .._core.scatter import filled
+from .._core.scatter import as_scattered
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
@@ -136,7 +136,7 @@ class Program(Computation):
         try:
             if self.options.donate:
                 state, flat = _unshared(state, flat, batch)
-            run = lambda rows: self._dispatched(state, rows, flat, keep)  # noqa: E731
+            run = lambda rows: self._prepare_and_dispatch(state, rows, flat, keep)  # noqa: E731
             hides = batch._layout.holds_statics and not self.options.deterministic
             state, metrics = unread(run, batch, self._reads) if hides else run(batch)
         except Exception as error:
@@ -147,33 +147,30 @@ class Program(Computation):
             self._compare_replicas(state)
         return state, metrics
 
-    def _dispatched(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
-        layout, mesh = batch._layout, self.config.mesh
-        named = state, batch._arrays
-        leaves, treedef = flat
-        if self.options.deterministic and len(layout.devices) > 1:
-            named = state, placed(batch)._arrays
-            program = self._one_by_one(treedef, layout)
-        elif mesh.spans_processes:
-            program = self.jitted(state, layout)
-        else:
-            program = None
-        if program is not None:
-            program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
+    def _prepare_and_dispatch(
+        self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep
+    ) -> tuple[Any, dict[str, Any]]:
+        """Chooses the program for a batch of this layout, compiles it if it is new, and dispatches it."""
+        layout, (leaves, treedef) = batch._layout, flat
+        one_by_one = self.options.deterministic and len(layout.devices) > 1
+        if one_by_one or self.config.mesh.spans_processes:
+            program = self._one_by_one(treedef, layout) if one_by_one else self.jitted(state, layout)
+            operands = state, placed(batch)._arrays if one_by_one else batch._arrays
+            program.make_ready(*operands)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)  # the processes have compared it by now
-            return self.dispatched(run, state, leaves, named, lambda out: keep(*of_state(_with_own_rows(out))))
+            return self.dispatch_program(run, state, leaves, operands, lambda out: keep(*of_state(_with_own_rows(out))))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
             program = self.jitted(state, layout, treedef, args)
-            return self.dispatched(program, state, leaves, args, lambda out: keep(*of_leaves(out)))
+            return self.dispatch_program(program, state, leaves, args, lambda out: keep(*of_leaves(out)))
         finally:
             may_trace.reset(token)
 
-    def dispatched(
+    def dispatch_program(
         self, run: Callable[..., Any], state: TrainState, leaves: Sequence[Any], args: Any, keep: Callable[..., Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Dispatches this step's program. If several threads donate one state to it, all but the first get an error."""
+        """Dispatches a program of this step. If several threads donate one state, all but the first get an error."""
         mesh = self.config.mesh
         if not self.options.donate:
             return dispatch_step(run, mesh, args, keep, ())
@@ -372,7 +369,7 @@ def run_known_step(
     try:
         if alike and program.options.donate and sharing(leaves, alike):
             return None
-        return program.dispatched(run, state, leaves, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+        return program.dispatch_program(run, state, leaves, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):
             program.known.pop(key, None)
@@ -396,7 +393,7 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
         layout, types = padding
         if _types(arrays) != types:
             return None
-        arrays = list(filled(arrays, layout, place=False)._arrays)
+        arrays = list(as_scattered(arrays, layout, place=False)._arrays)
     # Flattens the state and compares its structure in one pass; raises a ValueError if it is another one.
     return run, of_state.flatten_up_to(state), arrays, key
 

@@ -130,7 +130,7 @@ def value_and_grad(
         elif in_replica():
             return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
         else:
-            found, grads = _first(calls, config, loss_fn, options, in_axes, args, kwargs)
+            found, grads = _run_new(calls, config, loss_fn, options, in_axes, args, kwargs)
         loss, aux = found.out
         return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
 
@@ -139,7 +139,7 @@ def value_and_grad(
     return call
 
 
-def _first(
+def _run_new(
     calls: Calls,
     config: Config,
     loss_fn: Callable[..., Any],
@@ -148,11 +148,11 @@ def _first(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Gradients, tuple[Tree, ...]]:
-    """Runs a call with all its steps; returns what it found, and the gradients of the arguments."""
+    """Runs a call that is not a known one; returns all results, and the gradients by argument."""
     config.refuse_other_mesh()
     config.refuse_state_axes(VERB)
     (taken, keywords), nodes = take_nodes((args, kwargs))
-    roles, ((plain, state), held), inputs = _by_roles(config, options, in_axes, taken, keywords, nodes)
+    roles, ((plain, state), held), inputs = _scatter_by_roles(config, options, in_axes, taken, keywords, nodes)
     cut, keywords = children(inputs)
     home = _first_arrays(taken[0], state, held)
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
@@ -180,7 +180,7 @@ def _first_arrays(first: Tree, state: Tree, held: Held) -> Tree:
 def _run_known(
     calls: Calls, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Gradients, tuple[Tree, ...]] | None:
-    """Runs a call like one that ran; None if the call is new. Its parameters are replicated, so the results stay so."""
+    """Runs a call like one that ran before; returns None if there is none. Parameters and results are replicated."""
     try:
         known = calls.run_known(config.mesh, None, args[0], args[1:], kwargs) if args else None
     except TypeError:  # perhaps parameters of another dtype: the steps of a first call raise an error that says so
@@ -265,7 +265,7 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def _by_roles(
+def _scatter_by_roles(
     config: Config,
     options: GradOptions,
     in_axes: Tree,
@@ -273,7 +273,7 @@ def _by_roles(
     kwargs: dict[str, Any],
     nodes: list[Any],
 ) -> tuple[Roles, Replicated, Scattered]:
-    """Returns the roles of a call's arguments, the replicated ones, and the others, scattered."""
+    """Assigns each argument its role; returns the roles, the replicated arguments, and the others, scattered."""
     if not args:
         raise TypeError(f"jdp.{VERB}: no arguments; the first is replicated. Pass the parameters.")
     count = len(args)

@@ -63,10 +63,10 @@ def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) ->
     config, stateful = dp._config, False
     if config.kind == "nnx":
         raise TypeError(_NO_APPLY)
-    own = _takes_own_steps(dp)
+    default_steps = _has_default_steps(dp)
     if config.kind == "linen":
         kwargs, stateful = call_options(variables, kwargs)
-    if own and (type(variables) is dict or not is_node(variables)):
+    if default_steps and (type(variables) is dict or not is_node(variables)):
         known = config.calls.run_known(config.mesh, dp.module, variables, args, kwargs)
         if known is not None:
             program, _, out = known
@@ -153,7 +153,7 @@ def four_steps(
         cut: the parts of `params` that have a batch axis, by name; they are cut already.
         home: the part of the parameters that decides where results go. It has no stand-ins.
     """
-    config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
+    config, holds_objects, default_steps = dp._config, type(params) is Held, _has_default_steps(dp)
     config.refuse_other_mesh()
     if not trace_state_clean():
         args, kwargs = _at_home((args, kwargs), home, config.mesh)
@@ -161,13 +161,13 @@ def four_steps(
     if cut:
         _refuse_other_rows(cut, inputs, kw)
     replicas = dp.replicate(params, config.devices)
-    if own and inputs._layout.holds_statics:
+    if default_steps and inputs._layout.holds_statics:
         outputs = unread(lambda rows: dp.parallel_apply(replicas, rows, kw), inputs, config.calls.reads)
     else:
         outputs = dp.parallel_apply(replicas, inputs, kw)
     in_place = replicas is params
     # No call with state_axes is remembered, because another one may have to cut some of the variables.
-    if own and in_place and not config.state_axes and not holds_objects:
+    if default_steps and in_place and not config.state_axes and not holds_objects:
         call, operands = (params, args, kwargs), (replicas, inputs, kw)
         config.calls.remember(functools.partial(config.program, dp.module), dp.module, call, operands)
     stay = _stays(config, params, home, in_place)
@@ -178,10 +178,10 @@ def four_steps(
 
 
 def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
-    """Puts traced arrays of the host, and others that are not committed, where the parameters live.
+    """Puts the traced arrays of a call that are not committed to a device (those of the host, too) at the parameters.
 
-    So their gradients come back there, as the outputs do; JAX does not add arrays that are on different devices. If the
-    parameters are replicated, each device then has the whole array before it is cut.
+    Their gradients then come back there, as the outputs do, and can be added: JAX adds no arrays that are on different
+    devices. If the parameters are replicated, each device gets the whole array before it is cut.
     """
     to = mesh.own.replicated if lives_replicated(home, mesh) else mesh.own.devices[0]
 
@@ -205,7 +205,7 @@ def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
 
 
 def _gathered(dp: Wrapper[object], outputs: Scattered, stay: bool, stateful: bool) -> Any:
-    """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
+    """Runs the last step, `gather`: outputs go where the user wants them, and the state where the parameters live."""
     home = "sharded" if stay else None
     output_device = dp._config.output_device
     device = home if output_device is None else output_device
@@ -341,8 +341,8 @@ for _name, _step in _STEPS.items():  # by the names of the methods, for pickle a
 _OWN = tuple(_STEPS.values())
 
 
-def _takes_own_steps(dp: Wrapper[object]) -> bool:
-    """Returns True if the four steps are these, and no subclass's."""
+def _has_default_steps(dp: Wrapper[object]) -> bool:
+    """Returns True if neither a subclass nor the user has replaced one of the four steps."""
     kind: Any = type(dp)
     steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
     return steps == _OWN and _STEPS.keys().isdisjoint(vars(dp))

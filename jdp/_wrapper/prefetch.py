@@ -18,7 +18,7 @@ from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flatten_batch
 from .._core.layout import Cut, Tree
 from .._core.replica_mesh import outside_of_mesh
-from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
+from .._core.scatter import Cutting, Prepared, as_scattered, prepare, put_early, sizes_of_all
 from .._core.scattered import Scattered, holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
@@ -317,7 +317,7 @@ def _of_all_processes(
     if batch is None:
         batch = prepare(without_rows(outline, how.verb)) if last is None else _without_rows(last)
         arrays = batch.arrays
-    return filled(arrays, layout_of_all(batch.layout, how.mesh, sizes_of_all(sizes, batch.layout, how))), batch
+    return as_scattered(arrays, layout_of_all(batch.layout, how.mesh, sizes_of_all(sizes, batch.layout, how))), batch
 
 
 def _without_rows(batch: Prepared) -> Prepared:
