@@ -30,25 +30,25 @@ or the primary's is kept."""
 class Marked:
     """An output with its own rule for how the replicas' values become one; for `jax.tree` it is a leaf.
 
-    If `axis` is an int, the replicas' values are concatenated along it. If it is None, there is one value
-    for all, as `reduce` says: the primary replica's, the mean weighted by rows, or the sum. A replica without
-    rows returns `old`, the value before the call. The result is divided by `over`: a float, or another output,
-    whose sum over the replicas is taken. A sum is sent in the dtype `wire`, and the result has `dtype`.
-    With `scatter`, a sum comes back cut along that axis (a reduce-scatter); a "summed" value is cut so already.
-    `alone` is the text of the error if several replicas have rows, because one replica's value is not that of all.
-
     In `Outputs.rules`, `value` is None, `old` is the index of an operand, and an int in `over` that of an output.
     """
 
     value: Any
     axis: int | None
+    """The axis along which the replicas' values are concatenated. None: one value for all, as `reduce` says."""
     reduce: Reduce = "primary"
     old: Any = None
+    """The value before the call; a replica without rows returns it."""
     over: Any = None
+    """What the result is divided by: a float, or another output, whose sum over the replicas is taken."""
     wire: Any = None
+    """The dtype that a sum is sent in."""
     dtype: Any = None
+    """The dtype of the result."""
     scatter: int | None = None
+    """The axis along which a sum comes back cut (a reduce-scatter); a "summed" value is cut along it already."""
     alone: str | None = None
+    """The error if several replicas have rows, because one replica's value is not that of all."""
 
     @property
     def along(self) -> int | None:

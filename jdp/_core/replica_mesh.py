@@ -232,12 +232,12 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-cut_off: list[int] = []  # if this process was forked: the one it was forked from, which alone has JAX's threads
+forked_from: list[int] = []  # if this process was forked after JAX had started: its parent, which has JAX's threads
 
 
 def _after_fork() -> None:
     if _mesh_of_devices.cache_info().currsize:  # its devices have started JAX
-        cut_off[:] = [os.getppid()]
+        forked_from[:] = [os.getppid()]
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -258,7 +258,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         try:
             around = jax.sharding.get_abstract_mesh()
-            if around.empty and not cut_off:
+            if around.empty and not forked_from:
                 return function(*args, **kwargs)
             with _no_mesh(name, around):
                 return function(*args, **kwargs)
@@ -291,9 +291,9 @@ def hides_nonfinite(error: BaseException | None) -> bool:
 @contextlib.contextmanager
 def _no_mesh(name: str, around: AbstractMesh) -> Iterator[None]:
     """Runs its body, a call of the public function `name`, outside of the mesh that is around it."""
-    if cut_off:
+    if forked_from:
         raise RuntimeError(
-            f"jdp.{name}: process {os.getpid()} was forked from {cut_off[0]}, where "
+            f"jdp.{name}: process {os.getpid()} was forked from {forked_from[0]}, where "
             f"JAX had started; a fork has none of JAX's threads, and would wait forever. Start it by "
             f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
         )

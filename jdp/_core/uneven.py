@@ -184,10 +184,11 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         operands = _filled_up(operands, signature, index)
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
-    which = [
-        order.index(_sizes_of_operands(signature, i)) if i in layout.used else len(order)
-        for i in range(len(layout.devices))
-    ]
+
+    def branch_of(replica: int) -> int:
+        return order.index(_sizes_of_operands(signature, replica)) if replica in layout.used else len(order)
+
+    which = [*map(branch_of, range(len(layout.devices)))]
     branches = [branch(jaxpr) for jaxpr in jaxprs[: len(order)]] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
@@ -223,7 +224,7 @@ def _on_no_rows(
     signature: Signature,
     index: Any,
 ) -> list[Any]:
-    """Runs a batch without rows: the primary computes each output that is one for all and has no old value."""
+    """Runs a batch without rows: the primary computes each output that all replicas share and that has no old value."""
     _refuse_collectives(lead.jaxpr.jaxpr, signature)
 
     def primary(*operands: Any) -> list[Any]:

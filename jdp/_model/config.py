@@ -315,7 +315,7 @@ def kind_of(module: Any, verb: str = "DataParallel") -> ModuleKind:
 
 
 def _here(devices: list[Any]) -> list[Any]:
-    """Returns the devices of this machine with pickled platforms and ids; what is no device stays as it is."""
+    """Returns this machine's devices with the pickled platforms and ids; an entry that is no device stays as it is."""
     found = [_find(*d) if isinstance(d, tuple) else d for d in devices]
     missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if d is not None and here is None]
     if missing:

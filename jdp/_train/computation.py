@@ -23,7 +23,7 @@ from .criterion import gradients_on_replicas
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import all_finite
 from .state import TrainState, first_difference, update
-from .state_shardings import InnerShardings, axis_for_optimizer, cut_shardings, like_params, whole
+from .state_shardings import InnerShardings, axis_for_optimizer, cut_shardings, gather_whole, like_params
 from .step_options import StepOptions
 from .terms import finished
 
@@ -152,7 +152,7 @@ class Computation:
                 after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh, axis))
             metrics["skipped"] = ~finite
         if shard and not self.options.shard_params:
-            after = whole(after, mesh)
+            after = gather_whole(after, mesh)
         params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
         return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics, updates
 

@@ -103,7 +103,7 @@ def gradients(
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
-            over = None if loss.is_backward else added.forms.over(counts, weight, signature.layout)
+            over = None if loss.is_backward else added.forms.divisor(counts, weight, signature.layout)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
                 dtype, narrow = param.dtype, sent(param.dtype)

@@ -40,7 +40,7 @@ from .._core.programs import (
     refuse_freed,
     stepped,
 )
-from .._core.replica_mesh import ReplicaMesh, cut_off, hides_nonfinite
+from .._core.replica_mesh import ReplicaMesh, forked_from, hides_nonfinite
 from .._core.scatter import as_scattered
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
@@ -162,7 +162,7 @@ class Program(Computation):
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
-            program = self.jitted(state, layout, treedef, args)
+            program = self._jitted_of_leaves(state, layout, treedef, args)
             return self.dispatch_program(program, state, leaves, args, lambda out: keep(*of_leaves(out)))
         finally:
             may_trace.reset(token)
@@ -185,37 +185,46 @@ class Program(Computation):
         intercepted(self, state, batch)
         return self.jitted(state, batch._layout).lower(state, batch._arrays)
 
-    def jitted(self, state: TrainState, layout: Layout, treedef: Any = None, args: Sequence[Any] = ()) -> Any:
-        """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both.
-
-        `args` are these leaves. A program that will run is compiled for them at once: a Ctrl-C is not held back here.
-        """
-        traced = not trace_state_clean()
-        key = layout, treedef, traced
+    def _made_once(self, make: Callable[[], Any], *key: Any) -> Any:
         found = self.compiled.used(key)
         if found is None:
-            # Inside of another jit, JAX refuses compiler options: only the outer jit may have them.
-            options = {} if traced else self.options_of_compiler(state)
-            if treedef is not None:
-                found = jit_of_leaves(self, state, treedef, layout, options)
-                self.shapes |= {*map(jnp.shape, args[: treedef.num_leaves])}
-                if is_plain():
-                    found.lower(*args).compile()
-            else:
-                found = jit_of_state(self, state, layout, options)
-                found = layout.mesh.same_program(found, ("state", "batch"))
-            self.compiled[key] = found
+            found = self.compiled[key] = make()
         return found
+
+    def jitted(self, state: TrainState, layout: Layout) -> Any:
+        """Returns the jitted function of `(state, arrays of the batch)`."""
+        traced = not trace_state_clean()  # then JAX accepts compiler options of the outermost jit alone
+
+        def make() -> Any:
+            found = jit_of_state(self, state, layout, {} if traced else self.options_of_compiler(state))
+            return layout.mesh.same_program(found, ("state", "batch"))
+
+        return self._made_once(make, layout, None, traced)
+
+    def _jitted_of_leaves(self, state: TrainState, layout: Layout, treedef: Any, args: Sequence[Any]) -> Any:
+        """Returns the jitted function of the leaves of the state and the arrays of the batch, `args`.
+
+        A program that will run is compiled for them at once, because a Ctrl-C is not held back here.
+        """
+        traced = not trace_state_clean()
+
+        def make() -> Any:
+            found = jit_of_leaves(self, state, treedef, layout, {} if traced else self.options_of_compiler(state))
+            self.shapes |= {*map(jnp.shape, args[: treedef.num_leaves])}
+            if is_plain():
+                found.lower(*args).compile()
+            return found
+
+        return self._made_once(make, layout, treedef, traced)
 
     def _one_by_one(self, treedef: Any, layout: Layout) -> Any:
         """Returns the step as programs for one device each."""
-        key = layout, treedef, "one by one"
-        found = self.compiled.used(key)
-        if found is None:
+
+        def make() -> Any:
             found = Deterministic(self, treedef, layout, self._copies)
-            found = layout.mesh.same_program(found, ("state", "batch"))
-            self.compiled[key] = found
-        return found
+            return layout.mesh.same_program(found, ("state", "batch"))
+
+        return self._made_once(make, layout, treedef, "one by one")
 
     def options_of_compiler(self, state: TrainState) -> CompilerOptions:
         if not takes_options(self.config.mesh):
@@ -351,7 +360,7 @@ def run_known_step(
     program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
-    if cut_off or is_watched() or not jax.sharding.get_abstract_mesh().empty:
+    if forked_from or is_watched() or not jax.sharding.get_abstract_mesh().empty:
         return None
     try:
         found = None if type(batch) in NESTED and is_deep(batch) else _known_step(program, state, batch)

@@ -107,14 +107,14 @@ def value_and_grad(
         known_criterion, token = made_once(criterion, (VERB, "criterion"), lambda stand_in: (stand_in, lambda: None))
         made_for = weakref.ref(token)
     options = GradOptions(
-        _argument_numbers(argnums),
-        not isinstance(argnums, tuple | list),
-        bool(has_aux),
-        check_steps(VERB, accumulate_steps),
-        wire_type(VERB, reduce_dtype),
-        bool(sync_batch_norm),
-        known_criterion,
-        made_for,
+        wanted=_argument_numbers(argnums),
+        single=not isinstance(argnums, tuple | list),
+        has_aux=bool(has_aux),
+        accumulate_steps=check_steps(VERB, accumulate_steps),
+        reduce_dtype=wire_type(VERB, reduce_dtype),
+        sync_batch_norm=bool(sync_batch_norm),
+        criterion=known_criterion,
+        made_for=made_for,
     )
     config: Config = dp._config
     in_axes = copy.deepcopy(in_axes)  # the caller may change a list later
