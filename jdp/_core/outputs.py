@@ -196,7 +196,7 @@ class Outputs:
         return cut, whole
 
     def _summed(self) -> list[Any]:
-        """Returns the values; each that is a sum is summed over the replicas. They are divided as their rules say."""
+        """Returns the values: those that are sums, summed over the replicas, and each divided as its rule says."""
         mesh = self.layout.mesh
         at = sorted({rule.over for rule in self.rules if isinstance(rule.over, int)})
         totals = dict(zip(at, _psum([self.values[i] for i in at], mesh), strict=True))

@@ -182,13 +182,13 @@ def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], s
             return target(*args, **kwargs) if method is None else method(target, *args, **kwargs)
 
         stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
-        for other in [x for x in [*made] if _is_of_what_is_gone(x[1])]:
+        for other in [x for x in [*made] if _refers_to_freed(x[1])]:
             made.pop(other, None)  # another thread may have done so
         made.setdefault((method, key), make(stand_in))
     return made[method, key]
 
 
-def _is_of_what_is_gone(key: Any) -> bool:
+def _refers_to_freed(key: Any) -> bool:
     """Returns True if a key refers weakly to an object, such as a wrapper's configuration, that has been freed."""
     return isinstance(key, tuple) and any(isinstance(x, weakref.ref) and x() is None for x in key)
 
@@ -420,7 +420,7 @@ def capturing() -> bool:
 
 
 def are_freed(leaves: Sequence[Any]) -> bool:
-    """Returns True if an array among them has been freed, as those that were donated to a training step."""
+    """Returns True if one of the leaves is an array that was freed, as by a training step that it was donated to."""
     try:
         # Every call checks every leaf, so this is written without Python code, or the look-up of a method, per leaf.
         return bool(leaves) and any(map(type(leaves[0]).is_deleted, leaves))
@@ -430,7 +430,7 @@ def are_freed(leaves: Sequence[Any]) -> bool:
 
 
 def all_lie(leaves: list[Any], where: Any) -> bool:
-    """Returns True if all of them are arrays with that very sharding, and none is freed."""
+    """Returns True if all leaves are arrays with this very sharding, and none was freed."""
     try:
         found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none

@@ -176,7 +176,7 @@ def _if_chosen(is_chosen: Any, operands: Any) -> Any:
 
 
 def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:
-    """Returns the one object of a mesh and its replicas' axis; Explicit axes become Auto.
+    """Returns the `ReplicaMesh` of a mesh and the replicas' axis: always the same object. Explicit axes become Auto.
 
     Raises:
         ValueError: a replica's devices belong to several processes, so that none of these can pass its rows.
@@ -276,7 +276,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
 
 
 def hides_nonfinite(error: BaseException | None) -> bool:
-    """Returns True if an error has come of JAX's search for what is not finite (`jax_debug_nans`), and does not say so.
+    """Returns True for an error that JAX's search for a NaN (`jax_debug_nans`) has caused, if it does not say so.
 
     JAX runs the program again, operation by operation. A `shard_map` then calls itself without end or, on a mesh of
     several axes, is refused.

@@ -130,7 +130,7 @@ def _away(leaves: list[Any], mesh: ReplicaMesh, target: Sharding) -> list[int]:
 
 
 def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
-    """Cuts each leaf of the tree over the devices, and replicates those that do not divide; leaves in place stay."""
+    """Cuts each leaf over the devices, or replicates it if no axis of it divides; a leaf that is in place stays."""
 
     def checked(index: int, x: Any) -> Any:
         if isinstance(x, Tracer) and concrete(x) is None:

@@ -213,7 +213,7 @@ def put_early(batch: Prepared) -> list[Any]:
 
 
 def _called_while_traced(verb: str) -> str:
-    """Returns the error for a call inside of a transformation, which would see the rows of one process."""
+    """Returns the text of the error for a call inside of a transformation, which would see one process's rows."""
     return (
         f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
         f"transformations see one process's program, not the rows of the others. Call it outside of them: "

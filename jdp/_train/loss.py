@@ -160,7 +160,7 @@ def loss_of(
         plain, diff_state = diff
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
         (_, *rest), _ = call_of(plain, held, args, {}, nodes)
-        out = called(verb, criterion, outputs, *rest)
+        out = call_criterion(verb, criterion, outputs, *rest)
         loss, aux = _loss_and_aux(out, verb, criterion) if roles.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
@@ -170,7 +170,7 @@ def loss_of(
     return loss if criterion is None else loss._replace(criterion=run_criterion, is_direct=is_direct)
 
 
-def called(verb: str, criterion: Any, *args: Any) -> Any:
+def call_criterion(verb: str, criterion: Any, *args: Any) -> Any:
     """Calls a criterion; if it raises an error, adds a note with the criterion's name."""
     try:
         return reading(criterion)(*args)
@@ -399,7 +399,7 @@ def _params_explained(params: Tree) -> Iterator[None]:
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
     """Returns `(loss, metrics)` of a step's criterion, which returns the loss or such a pair."""
-    out = called(VERB, criterion, outputs, *args)
+    out = call_criterion(VERB, criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     metrics = checked_metrics(metrics, reserved, loss)
     for path, x in jax.tree_util.tree_leaves_with_path(metrics):

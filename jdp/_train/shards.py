@@ -12,7 +12,7 @@ from .._core.layout import Shard, Tree
 from .._core.outputs import path_name
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Signature
-from .._core.shards import MOST_AT_ONCE, parts_of, refuse_constants, summing, whole_shape
+from .._core.shards import MOST_AT_ONCE, gather_of_pairs, refuse_constants, summing_gather, whole_shape
 from .._jax.pieces import ShardedOperand, run_in_pieces
 from .forms import Forms
 
@@ -85,7 +85,9 @@ class ShardedParams(NamedTuple):
     def function(self, jaxpr: Any, shapes: Tree, forms: Forms) -> Callable[..., Any]:
         """Returns the function of this jaxpr, except that it takes the tree `differentiated`, not the whole arrays."""
         name = self.signature.axis_name
-        gather_of = parts_of(name) if self.adds_first else summing(name, self.sent_as, self.divisor(forms))
+        gather_of = (
+            gather_of_pairs(name) if self.adds_first else summing_gather(name, self.sent_as, self.divisor(forms))
+        )
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
         refuse_constants(jaxpr, cut, self.mesh)
 

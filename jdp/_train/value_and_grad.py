@@ -30,7 +30,16 @@ from .._model.nnx import Held, stand_ins, take_nodes
 from .criterion import gradients_on_replicas
 from .forms import loss_value
 from .gradients import Gradients
-from .loss import Replicated, Roles, assign_roles, called, checked_criterion, checked_scalar, gradient_trees, loss_of
+from .loss import (
+    Replicated,
+    Roles,
+    assign_roles,
+    call_criterion,
+    checked_criterion,
+    checked_scalar,
+    gradient_trees,
+    loss_of,
+)
 from .state import no_rows
 from .terms import finished, is_term
 
@@ -288,7 +297,7 @@ def _scatter_by_roles(
     roles, replicas = assign_roles(args, nodes, wanted, options.has_aux, axes, VERB)
     (plain, state), _ = replicas
     rows, cut = roles.rows, roles.cut
-    given = tuple(_numbers(args[p]) if p in rows else args[p] for p in cut)
+    given = tuple(_numbers_as_arrays(args[p]) if p in rows else args[p] for p in cut)
     check_differentiable(VERB, {**plain, **{p: given[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
     where = tuple(axes[p] for p in cut), config.dim
@@ -305,8 +314,8 @@ def _scatter_by_roles(
     return roles, replicas, inputs
 
 
-def _numbers(argument: Tree) -> Tree:
-    """Returns an argument that is differentiated, with arrays for its Python numbers, which would be constants."""
+def _numbers_as_arrays(argument: Tree) -> Tree:
+    """Returns a differentiated argument with its Python numbers as arrays; as numbers they would be constants."""
     array = lambda x: jnp.asarray(x) if type(x) in (float, complex) else x  # noqa: E731
     return jax.tree.map(array, argument, is_leaf=is_scattered)
 
@@ -329,7 +338,7 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
     def plain(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
         if options.criterion is not None:
-            out = called(VERB, options.criterion, out, *args[1:])
+            out = call_criterion(VERB, options.criterion, out, *args[1:])
         loss, aux = out if options.has_aux else (out, None)
         number = checked_scalar(loss, VERB) if options.criterion is not None else loss_value(loss, None, VERB)
         value = finished(loss) if is_term(loss) else number
