@@ -105,7 +105,7 @@ def is_stateful(kwargs: Mapping[str, Any]) -> bool:
 
 
 def mark_sown(after: Tree, before: Tree) -> Tree:
-    """Marks sown values: those of earlier calls are replicated, those of this call are chunks."""
+    """Marks sown values: those of earlier calls are replicated, and those of this call are gathered like outputs."""
     kept = {id(x) for x in jax.tree.leaves(before)}
     return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
 

@@ -241,7 +241,7 @@ def jit_of_state(computation: Computation, state: TrainState, layout: Layout, op
 def jit_of_leaves(
     computation: Computation, state: TrainState, treedef: Any, layout: Layout, options: CompilerOptions
 ) -> Any:
-    """Returns the same function of the state's leaves, followed by the batch's arrays; `of_leaves` reads its results.
+    """Returns the same function of the state's leaves, followed by the batch's arrays; `from_leaves` reads its results.
 
     The caller has the leaves already, so JAX need not flatten the state again. That would sort the keys of every dict,
     which is most of what a call costs in Python.
@@ -272,17 +272,11 @@ def _sharding_of_each(where: Any, tree: Tree) -> list[Any]:
     return [where] * len(jax.tree.leaves(tree)) if isinstance(where, NamedSharding) else jax.tree.leaves(where)
 
 
-def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
-    """Returns the arguments of `Keep`, from the results of a program of leaves."""
+def from_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
+    """Returns the arguments of `Keep`, given the results of a program from `jit_of_leaves`."""
     (first, opt_state, last), metrics, updates, unflatten = out
     leaves = [*first, *opt_state, *last]
     return unflatten(leaves), leaves, metrics, updates
-
-
-def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
-    """Returns the arguments of `Keep`, from the results of a program of the state."""
-    state, metrics, updates = out
-    return state, jax.tree.leaves(state), metrics, updates
 
 
 def _jit(

@@ -52,11 +52,10 @@ from .computation import (
     Flat,
     Keep,
     Retraced,
+    from_leaves,
     jit_of_leaves,
     jit_of_state,
     may_trace,
-    of_leaves,
-    of_state,
 )
 from .deterministic import Copies, Deterministic
 from .gradients import Loss
@@ -158,12 +157,12 @@ class Program(Computation):
             operands = state, placed(batch)._arrays if one_by_one else batch._arrays
             program.make_ready(*operands)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)  # the processes have compared it by now
-            return self.dispatch_program(run, state, leaves, operands, lambda out: keep(*of_state(_with_own_rows(out))))
+            return self.dispatch_program(run, state, leaves, operands, lambda out: keep(*_from_state(out)))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
             program = self._jitted_of_leaves(state, layout, treedef, args)
-            return self.dispatch_program(program, state, leaves, args, lambda out: keep(*of_leaves(out)))
+            return self.dispatch_program(program, state, leaves, args, lambda out: keep(*from_leaves(out)))
         finally:
             may_trace.reset(token)
 
@@ -292,10 +291,13 @@ def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainSta
     return treedef.unflatten(leaves), (leaves, treedef)
 
 
-def _with_own_rows(out: Any) -> Any:
-    """Returns the results of a program of the state; metrics with an entry per row keep this process's rows only."""
+def _from_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
+    """Returns the arguments of `Keep`, given the results of a program of the state.
+
+    Metrics with an entry per row keep this process's rows only.
+    """
     state, metrics, updates = out
-    return state, map_scattered(lambda s: join(s, "sharded"), metrics), updates
+    return state, jax.tree.leaves(state), map_scattered(lambda s: join(s, "sharded"), metrics), updates
 
 
 def takes_options(mesh: ReplicaMesh) -> bool:
@@ -378,7 +380,7 @@ def run_known_step(
     try:
         if alike and program.options.donate and sharing(leaves, alike):
             return None
-        return program.dispatch_program(run, state, leaves, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+        return program.dispatch_program(run, state, leaves, (*leaves, *arrays), lambda out: keep(*from_leaves(out)))
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):
             program.known.pop(key, None)
