@@ -249,8 +249,7 @@ def differentiate(
     traced = traces.get(0) if jaxpr is None and not loss.rows else None
     if traced is None and jaxpr is None and not loss.is_backward:
         jaxpr = jax.make_jaxpr(value)(whole, *rest)
-    # The results of a trace of the loss begin with the total and the count of a `jdp.Mean`;
-    # those of `value` have its number before them.
+    # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
     jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)

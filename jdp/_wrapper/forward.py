@@ -19,7 +19,7 @@ from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
-from .._core.programs import FlatProgram, dispatch
+from .._core.programs import dispatch
 from .._core.replica_mesh import ReplicaMesh, outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, other_replicas, split
@@ -70,20 +70,15 @@ def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) ->
         known = config.calls.run_known(config.mesh, dp.module, variables, args, kwargs)
         if known is not None:
             program, _, out = known
-            return _known_result(dp, program, out, stateful)
+            if program.layout(out).is_gathered and config.output_device in (None, "sharded"):
+                return out[-1]
+            return _gathered(dp, program.scattered(out), True, stateful)  # its parameters are replicated
     if not in_replica():
         return _run(dp, variables, args, kwargs, stateful)
     module: Any = dp.module
     if config.kind == "linen":
         return module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
     return module(variables, *args, **kwargs)
-
-
-def _known_result(dp: Wrapper[object], program: FlatProgram, out: tuple[Any, ...], stateful: bool) -> Any:
-    """Returns the result of a known call, given the program's output; its parameters are replicated."""
-    if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
-        return out[-1]
-    return _gathered(dp, program.scattered(out), True, stateful)
 
 
 def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
