@@ -224,12 +224,10 @@ def differentiate(
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     seed = weight if loss.sync else 1
-    traces: dict[int, Traced | None] = {}
+    traces = _traces(loss, signature, (whole, part, state))
 
     def value(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree]:
-        nonlocal traces
         out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
-        traces = _traces(loss, signature, (whole, part, state))
         if loss.is_backward and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
         forms, sums, stacked = forms_of(loss, signature, (out, aux), (whole, part, state), size, weight, traces)
