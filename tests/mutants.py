@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "primary-among-devices",
         "jdp/_core/outputs.py",
-        "primary = layout.used[0] // layout.per_device if layout.used else 0",
+        "primary, _ = layout.primary",
         "primary = layout.used[0] if layout.used else 0",
         "the primary's state is looked for on the device with its number",
         ("wrapper/test_replicas.py::test_a_scatter_of_ones_own_may_leave_the_first_replicas_idle",),

@@ -27,7 +27,7 @@ Each of these breaks, made by hand, one at a time, fails a law here:
 * `scatter.prepare`: the layouts are kept without the tree; `layout.Static`: 1 equals True:
   `law_3_equal_arrays_in_other_trees_and_beside_other_values`;
 * `calls.Calls.run_known` does not look where a known call's parameters are: `law_3_calls`;
-* `scatter._look`: in_axes None is cut: `law_1_axes`;
+* `scatter._kinds_of_leaves`: in_axes None is cut: `law_1_axes`;
 * `nnx.with_nodes`: a replica works on the model's own variables: `law_4_calls`.
 """
 

@@ -219,8 +219,8 @@ CACHE = r"lru_cache|@cache|functools\.cache\b|Weak|Recent|@functools\.cached_pro
     "what, pattern, packages, most",
     [
         # What is kept by a key has to be found, bounded and dropped: who reads of one more has to ask when.
-        ("caches", CACHE, KERNEL, 29),
-        ("caches", CACHE, ("_core", "_jax"), 21),
+        ("caches", CACHE, KERNEL, 28),
+        ("caches", CACHE, ("_core", "_jax"), 20),
         # What differs between one process and several is a method of ReplicaMesh, or of what it holds.
         ("questions", "spans_processes", ("_core",), 15),
         ("questions", "spans_processes", KERNEL, 25),

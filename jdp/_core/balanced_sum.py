@@ -129,7 +129,7 @@ def segments(
         mine, made = [have[i] for i in reads], [*(v for v in met if v in later), *code.keeps(j)]
         program = _segment_program(code, j, mine, made, parts, n)
         program.__name__ = program.__qualname__ = f"{label}_{j}" if j else label
-        shapes = jax.eval_shape(functools.partial(packed, n=n), [*map(_shape, met)]), [*map(_shape, mine)]
+        shapes = jax.eval_shape(functools.partial(packed, n=n), _shapes_of(met)), _shapes_of(mine)
         if j < len(code.cuts):
             after = [i for i, v in enumerate([*have, *made]) if v in later]
         else:  # the last segment makes the parts
@@ -171,7 +171,7 @@ def _segment_program(
         env = env_of(code.jaxpr, [None] * len(code.jaxpr.jaxpr.invars)) | dict(zip(mine, values, strict=True))
         if j:
             met = code.cuts[j - 1].outvars
-            env.update(zip(met, unpacked(totals, [*map(_shape, met)]), strict=True))
+            env.update(zip(met, unpacked(totals, _shapes_of(met)), strict=True))
         for eqn in code.segments[j]:
             evaluate_eqn(eqn, env)
         last = j == len(code.cuts)
@@ -183,8 +183,12 @@ def _segment_program(
     return run
 
 
-def _shape(v: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+def _shapes_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [shape_of(v.aval) for v in variables]
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def packed(values: Sequence[Any], n: int) -> list[Any]:
@@ -360,12 +364,15 @@ def _from(primary: int, x: Any, index: Any, axis_name: str) -> Any:
     return jax.lax.bitcast_convert_type(found, x.dtype)
 
 
-def picked(arrays: Sequence[Any], layout: Layout, number: Any) -> list[Any]:
-    """Returns one replica's chunks of the arrays on its device; replicated arrays stay as they are."""
+def chunks_of(arrays: Sequence[Any], axes: Sequence[int | None], count: int, number: Any) -> list[Any]:
+    """Returns the chunks of replica `number`, out of padded arrays of `count` replicas, each with its axis.
+
+    Replicated arrays, whose axis is None, stay as they are.
+    """
     found = []
-    for x, leaf in zip(arrays, layout.arrays, strict=True):
-        if leaf.axis is not None:
-            size = x.shape[leaf.axis] // layout.per_device
-            x = jax.lax.dynamic_slice_in_dim(x, number * size, size, leaf.axis)
+    for x, axis in zip(arrays, axes, strict=True):
+        if axis is not None:
+            size = x.shape[axis] // count
+            x = jax.lax.dynamic_slice_in_dim(x, number * size, size, axis)
         found.append(x)
     return found

@@ -22,7 +22,7 @@ from .inputs import NESTED, USUAL, is_deep
 from .layout import Layout, Tree, is_key
 from .programs import FlatProgram, Layouts, Recent, ReplicaProgram, all_lie, are_freed, dispatch, is_plain, is_watched
 from .replica_mesh import ReplicaMesh
-from .scatter import filled
+from .scatter import as_scattered
 from .scattered import Scattered
 from .unread import Reads, may_hide
 
@@ -34,11 +34,11 @@ Kwargs = Mapping[str, Any]
 
 Known = tuple[FlatProgram, Sequence[Any] | None, Any]
 """A program that ran; the shardings of its parameters, if some are cut inside of the replicas; and what its caller
-needs to finish a repeated call: for value_and_grad, the roles of its arguments."""
+needs to finish a repeated call (for value_and_grad, the roles of its arguments)."""
 
 
 class Calls(Recent[Any, Recent[Any, Known]]):
-    """The calls that one entry point has run, by what decides how the batch is cut, then by the parameters' treedef."""
+    """The calls that one entry point has run: by the key of `key_of_call`, then by the treedef of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
     def run_known(
         self, mesh: ReplicaMesh, module: Any, params: Tree, args: Args, kwargs: Kwargs
     ) -> tuple[FlatProgram, Any, tuple[Any, ...]] | None:
-        """Runs a call like one before; returns its program, what its caller needs, and the result. None: it is new."""
+        """Runs a call like an earlier one; returns its program, its `extra` and the result. None if it is new."""
         if not self or module is not self._module or not trace_state_clean():
             return None
         key, arrays = key_of_call(args, kwargs)
@@ -80,7 +80,10 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         operands: tuple[Tree, Scattered, Scattered],
         extra: Any = None,
     ) -> None:
-        """Remembers a call that ran with these operands, if scatter and replicate passed its arrays on unchanged."""
+        """Remembers a call that ran with these operands, if scatter and replicate passed its arrays on unchanged.
+
+        `extra` is what the caller needs to finish a repeated call.
+        """
         (params, args, kwargs), (replicas, inputs, kw) = call, operands
         mesh = inputs._layout.mesh
         if not _is_known_by_arrays(inputs._layout):
@@ -115,7 +118,7 @@ def known_batch(known: Layouts, batch: Tree) -> Scattered | None:
     layout = known.used(key)
     if layout is None or not is_plain():
         return None
-    return Scattered(arrays, layout) if layout.is_even else filled(arrays, layout, place=False)
+    return Scattered(arrays, layout) if layout.is_even else as_scattered(arrays, layout, place=False)
 
 
 def remember_batch(known: Layouts, batch: Tree, scattered: Scattered) -> None:

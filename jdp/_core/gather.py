@@ -74,7 +74,7 @@ def gather(outputs: Scattered | Tree, output_device: DeviceLike | None = None, d
 
 
 def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tree:
-    """Gathers; an array that was cut along another axis than `dim` is treated as a list with one array per replica."""
+    """Gathers along `dim`; an array that was cut along another axis is treated as a list with one array per replica."""
     layout = s._layout
     at = [k for k, leaf in enumerate(layout.leaves) if not isinstance(leaf, Static)]  # arrays among the leaves
 
@@ -127,7 +127,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
 
 
 def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tree:
-    """Joins the chunks of this process; of a replicated array one copy is taken, or ("sharded") it stays as it is."""
+    """Joins the chunks of this process. A replicated array stays as it is ("sharded"), or one copy of it is taken."""
     cut = [i for i, leaf in enumerate(own.arrays) if not isinstance(leaf, Whole | Shard)]
     if cut:
         layout = own.of(jax.tree.structure([0] * len(cut)), [own.arrays[i] for i in cut])
@@ -298,7 +298,9 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
             f"the same rows. Return chunks that agree."
         )
     leaves = [
-        (gather_list(list(column), None, dim), dim) if is_cut else _of_each(column, mesh.own.devices[0], n, dim, root)
+        (gather_list(list(column), None, dim), dim)
+        if is_cut
+        else _common_or_stacked(column, mesh.own.devices[0], n, dim, root)
         for column, is_cut in zip(columns, cut, strict=True)
     ]
     whole, axes = zip(*leaves, strict=True) if leaves else ((), ())
@@ -307,7 +309,7 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
     return split(tree, how._replace(sizes=sizes, axes=jax.tree.unflatten(flat[0][1], axes)))
 
 
-def _of_each(column: Sequence[Any], home: Device, n: int, dim: int, root: str) -> tuple[Any, Any]:
+def _common_or_stacked(column: Sequence[Any], home: Device, n: int, dim: int, root: str) -> tuple[Any, Any]:
     """Returns the value (common to all, or a stack if they differ) and the axis of a leaf without rows."""
     if all(map(functools.partial(_are_equal, column[0]), column)):
         return column[0], dim

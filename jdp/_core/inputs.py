@@ -237,7 +237,7 @@ def normal_axis(axis: int, ndim: int, verb: str, name: Callable[[], str]) -> int
         raise IndexError(
             f"jdp.{verb}: {name()} is of rank {ndim} ({ndim} dimension{'s' * (ndim != 1)}), dim is {axis}; Dimension "
             f"out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {axis}). Pass another "
-            f"dim{_or_axes(verb, name())}."
+            f"dim{_axes_advice(verb, name())}."
         )
     return axis % ndim
 
@@ -262,7 +262,7 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
             raise ValueError(
                 f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
                 f"{other[1]}); all arrays that are cut must agree. "
-                f"Pass equal rows{_or_axes(verb, max(name(index), name(other[2])))}."
+                f"Pass equal rows{_axes_advice(verb, max(name(index), name(other[2])))}."
             )
     return rows
 
@@ -277,7 +277,7 @@ def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "be
         )
 
 
-def _or_axes(verb: str, name: str) -> str:
+def _axes_advice(verb: str, name: str) -> str:
     """Returns the advice to pass other axes, if the call takes axes."""
     if name.startswith("state"):
         return ", or let state_axes name what has a batch axis and no more (NNX: nnx.PathContains('name') as its key)"

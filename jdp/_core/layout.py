@@ -26,8 +26,8 @@ class Cut(NamedTuple):
 
     axis: int
     sizes: tuple[int, ...]  # empty while scatter does not know the rows yet
-    # At least one row, because the gradient of a shard_map over a zero-row operand does not compile. More, if these are
-    # the replicas of one process, and another process has a replica with more rows.
+    # No chunk is padded to fewer rows than this. It is 1, because the gradient of a shard_map over an operand without
+    # rows does not compile, or more in the layout of one process, if a replica of another process has more rows.
     least: int = 1
 
     @property
@@ -104,7 +104,7 @@ class Layout:
     shardings: tuple[NamedSharding, ...]
     """The sharding of each array."""
     operands: tuple[NamedSharding | None, ...]
-    """The sharding that a program asks of each; None: any, because a replica's devices may have a part of it each."""
+    """The sharding that a program requires of each array; None if each device of a replica may have a part of it."""
     devices: tuple[Device, ...]
     """The device of each replica."""
     rows: tuple[int, ...]
@@ -115,7 +115,7 @@ class Layout:
     holds_statics: bool
     """Whether some leaves are not arrays."""
     is_gathered: bool
-    """Whether a program's arrays are the gathered arrays already: no padding, and the rows are along axis 0."""
+    """Whether there is nothing to gather: a program's arrays have no padding, and their rows are along axis 0."""
     used: tuple[int, ...]
     """The replicas that have rows. If nothing is cut: the primary, or with several processes the first of each."""
     fill: Callable[[Sequence[Any]], Tree]
@@ -171,6 +171,11 @@ class Layout:
     def each(self) -> tuple[Layout, ...]:
         """The layout of each array alone."""
         return tuple(self.of(LEAF, [leaf]) for leaf in self.arrays)
+
+    @property
+    def primary(self) -> tuple[int, int]:
+        """The device of the first replica that is used, and the number of that replica on its device."""
+        return divmod(self.used[0], self.per_device) if self.used else (0, 0)
 
     @property
     def by_device(self) -> tuple[int, ...]:

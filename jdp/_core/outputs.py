@@ -30,25 +30,25 @@ or the primary's is kept."""
 class Marked:
     """An output with its own rule for how the replicas' values become one; for `jax.tree` it is a leaf.
 
-    If `axis` is an int, the replicas' values are concatenated along it. If it is None, there is one value
-    for all, as `reduce` says: the primary replica's, the mean weighted by rows, or the sum. A replica without
-    rows returns `old`, the value before the call. The result is divided by `over`: a float, or another output,
-    whose sum over the replicas is taken. A sum is sent in the dtype `wire`, and the result has `dtype`.
-    With `scatter`, a sum comes back cut along that axis (a reduce-scatter); a "summed" value is cut so already.
-    `alone` is the text of the error if several replicas have rows, because one replica's value is not that of all.
-
     In `Outputs.rules`, `value` is None, `old` is the index of an operand, and an int in `over` that of an output.
     """
 
     value: Any
     axis: int | None
+    """The axis along which the replicas' values are concatenated. None: one value for all, as `reduce` says."""
     reduce: Reduce = "primary"
     old: Any = None
+    """The value before the call; a replica without rows returns it."""
     over: Any = None
+    """What the result is divided by: a float, or another output, whose sum over the replicas is taken."""
     wire: Any = None
+    """The dtype that a sum is sent in."""
     dtype: Any = None
+    """The dtype of the result."""
     scatter: int | None = None
+    """The axis along which a sum comes back cut (a reduce-scatter); a "summed" value is cut along it already."""
     alone: str | None = None
+    """The error if several replicas have rows, because one replica's value is not that of all."""
 
     @property
     def along(self) -> int | None:
@@ -135,10 +135,11 @@ def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
 
 
 def output_path(treedef: Any, index: int) -> str:
-    return "output" + jax.tree_util.keystr(_paths(treedef)[index])
+    return "output" + jax.tree_util.keystr(paths_in(treedef)[index])
 
 
-def _paths(treedef: Any) -> list[Any]:
+def paths_in(treedef: Any) -> list[Any]:
+    """Returns the path of each leaf of a tree with this treedef."""
     numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
@@ -195,12 +196,12 @@ class Outputs:
         return cut, whole
 
     def _summed(self) -> list[Any]:
-        """Returns the values; each that is a sum is summed over the replicas. They are divided as their rules say."""
+        """Returns the values: those that are sums, summed over the replicas, and each divided as its rule says."""
         mesh = self.layout.mesh
         at = sorted({rule.over for rule in self.rules if isinstance(rule.over, int)})
         totals = dict(zip(at, _psum([self.values[i] for i in at], mesh), strict=True))
         found = []
-        for i, (x, rule, path) in enumerate(zip(self.values, self.rules, _paths(self.treedef), strict=True)):
+        for i, (x, rule, path) in enumerate(zip(self.values, self.rules, paths_in(self.treedef), strict=True)):
             over = totals[rule.over] if isinstance(rule.over, int) else rule.over
             if i in totals:
                 found.append(totals[i])
@@ -231,7 +232,7 @@ class Outputs:
         if is_key(x):
             data = self._one_for_all(jax.random.key_data(x), rule, index)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        primary = layout.used[0] // layout.per_device if layout.used else 0
+        primary, _ = layout.primary
         narrow = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
         return jax.lax.psum(jnp.where(index == primary, narrow, jnp.zeros_like(narrow)), axis_name).astype(x.dtype)
 

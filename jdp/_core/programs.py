@@ -152,7 +152,8 @@ _settings: Any = jax.config
 # Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
 _made: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16
-_held: list[tuple[Any, dict[int, Any]]] = []  # objects without weak references, and their stores; the last used last
+# Objects without weak references, each with its store; the one that was used last is the last one.
+_kept_alive: list[tuple[Any, dict[int, Any]]] = []
 
 
 def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], store: dict[int, Any] = _made) -> T:
@@ -173,7 +174,7 @@ def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], s
         entry = store[number] = (ref, {})
     ref, made = entry
     if not isinstance(ref, weakref.ref):
-        _hold(owner, store)
+        _keep_alive(owner, store)
     if (method, key) not in made:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -181,22 +182,22 @@ def made_once(fn: Any, key: Hashable, make: Callable[[Callable[..., Any]], T], s
             return target(*args, **kwargs) if method is None else method(target, *args, **kwargs)
 
         stand_in.__name__ = str(getattr(fn, "__name__", type(fn).__name__))
-        for other in [x for x in [*made] if _is_of_what_is_gone(x[1])]:
+        for other in [x for x in [*made] if _refers_to_freed(x[1])]:
             made.pop(other, None)  # another thread may have done so
         made.setdefault((method, key), make(stand_in))
     return made[method, key]
 
 
-def _is_of_what_is_gone(key: Any) -> bool:
+def _refers_to_freed(key: Any) -> bool:
     """Returns True if a key refers weakly to an object, such as a wrapper's configuration, that has been freed."""
     return isinstance(key, tuple) and any(isinstance(x, weakref.ref) and x() is None for x in key)
 
 
-def _hold(owner: Any, store: dict[int, Any]) -> None:
+def _keep_alive(owner: Any, store: dict[int, Any]) -> None:
     """Keeps an object alive, so that no other object gets its id; drops the one that was used longest ago."""
-    _held[:] = [x for x in _held if x[0] is not owner or x[1] is not store] + [(owner, store)]
-    if len(_held) > MOST_HELD:
-        oldest, its_store = _held.pop(0)
+    _kept_alive[:] = [x for x in _kept_alive if x[0] is not owner or x[1] is not store] + [(owner, store)]
+    if len(_kept_alive) > MOST_HELD:
+        oldest, its_store = _kept_alive.pop(0)
         its_store.pop(id(oldest), None)
 
 
@@ -419,7 +420,7 @@ def capturing() -> bool:
 
 
 def are_freed(leaves: Sequence[Any]) -> bool:
-    """Returns True if an array among them has been freed, as those that were donated to a training step."""
+    """Returns True if one of the leaves is an array that was freed, as by a training step that it was donated to."""
     try:
         # Every call checks every leaf, so this is written without Python code, or the look-up of a method, per leaf.
         return bool(leaves) and any(map(type(leaves[0]).is_deleted, leaves))
@@ -429,7 +430,7 @@ def are_freed(leaves: Sequence[Any]) -> bool:
 
 
 def all_lie(leaves: list[Any], where: Any) -> bool:
-    """Returns True if all of them are arrays with that very sharding, and none is freed."""
+    """Returns True if all leaves are arrays with this very sharding, and none was freed."""
     try:
         found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none

@@ -177,17 +177,26 @@ def _if_chosen(is_chosen: Any, operands: Any) -> Any:
 
 
 def replica_mesh(mesh: Mesh, axis_name: str) -> ReplicaMesh:
-    """Returns the one object of a mesh and its replicas' axis; Explicit axes become Auto.
+    """Returns the `ReplicaMesh` of a mesh and the replicas' axis: always the same object. Explicit axes become Auto.
 
     Raises:
         ValueError: a replica's devices belong to several processes, so that none of these can pass its rows.
     """
-    return _of_auto_axes(Mesh(mesh.devices, mesh.axis_names, axis_types=_auto(mesh.axis_names)), axis_name)
+    return _mesh_of_devices(tuple(mesh.devices.flat), mesh.devices.shape, mesh.axis_names, axis_name)
+
+
+def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> ReplicaMesh:
+    """Returns the mesh of replicas of one device each, in the order of the devices."""
+    return _mesh_of_devices(devices, (len(devices),), (axis_name,), axis_name)
 
 
 @functools.cache
-def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
-    found = ReplicaMesh(mesh, axis_name)
+def _mesh_of_devices(
+    devices: tuple[Device, ...], shape: tuple[int, ...], names: tuple[Any, ...], axis_name: str
+) -> ReplicaMesh:
+    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
+    types = (AxisType.Auto,) * len(names)
+    found = ReplicaMesh(Mesh(np.array(devices, dtype=object).reshape(shape), names, axis_types=types), axis_name)
     for i, group in enumerate(found.groups):
         processes = sorted({d.process_index for d in group})
         if len(processes) > 1 and jax.process_count() > 1:
@@ -198,17 +207,6 @@ def _of_auto_axes(mesh: Mesh, axis_name: str) -> ReplicaMesh:
                 f"{axis_name!r} stay inside of a process."
             )
     return found
-
-
-def _auto(names: tuple[Any, ...]) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * len(names)
-
-
-@functools.cache
-def make_mesh(devices: tuple[Device, ...], axis_name: str = "data") -> ReplicaMesh:
-    """Returns the mesh of replicas of one device each, in the order of the devices."""
-    # Not jax.make_mesh: it may reorder devices, and makes Explicit axes by default.
-    return replica_mesh(Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=_auto((axis_name,))), axis_name)
 
 
 def mesh_of(verb: str, devices: Devices) -> ReplicaMesh:
@@ -236,12 +234,12 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
-cut_off: list[int] = []  # if this process was forked: the one it was forked from, which alone has JAX's threads
+forked_from: list[int] = []  # if this process was forked after JAX had started: its parent, which has JAX's threads
 
 
 def _after_fork() -> None:
-    if _of_auto_axes.cache_info().currsize:  # its devices have started JAX
-        cut_off[:] = [os.getppid()]
+    if _mesh_of_devices.cache_info().currsize:  # its devices have started JAX
+        forked_from[:] = [os.getppid()]
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -263,7 +261,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         try:
             around = jax.sharding.get_abstract_mesh()
-            if around.empty and not cut_off and not searches():
+            if around.empty and not forked_from and not searches():
                 return function(*args, **kwargs)
             with _searching(), _no_mesh(name, around):
                 return function(*args, **kwargs)
@@ -281,7 +279,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
 
 
 def hides_nonfinite(error: BaseException | None) -> bool:
-    """Returns True if an error has come of JAX's search for what is not finite (`jax_debug_nans`), and does not say so.
+    """Returns True for an error that JAX's search for a NaN (`jax_debug_nans`) has caused, if it does not say so.
 
     JAX runs the program again, operation by operation. A `shard_map` then calls itself without end or, on a mesh of
     several axes, is refused.
@@ -315,9 +313,9 @@ def _searching() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_mesh(name: str, around: AbstractMesh) -> Iterator[None]:
     """Runs its body, a call of the public function `name`, outside of the mesh that is around it."""
-    if cut_off:
+    if forked_from:
         raise RuntimeError(
-            f"jdp.{name}: process {os.getpid()} was forked from {cut_off[0]}, where "
+            f"jdp.{name}: process {os.getpid()} was forked from {forked_from[0]}, where "
             f"JAX had started; a fork has none of JAX's threads, and would wait forever. Start it by "
             f"multiprocessing.get_context('spawn') (a DataLoader: multiprocessing_context='spawn')."
         )

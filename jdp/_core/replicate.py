@@ -130,7 +130,7 @@ def _away(leaves: list[Any], mesh: ReplicaMesh, target: Sharding) -> list[int]:
 
 
 def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
-    """Cuts each leaf of the tree over the devices, and replicates those that do not divide; leaves in place stay."""
+    """Cuts each leaf over the devices, or replicates it if no axis of it divides; a leaf that is in place stays."""
 
     def checked(index: int, x: Any) -> Any:
         if isinstance(x, Tracer) and concrete(x) is None:
@@ -173,7 +173,7 @@ def placed_like(tree: Tree, params: Tree, mesh: ReplicaMesh) -> Tree:
     """Puts each array of a tree where the parameter at the same path lies, if both lie on the replicas."""
 
     def place(x: Any, param: Any) -> Any:
-        to, found = (getattr(concrete(one), "sharding", None) for one in (param, x))
+        to, found = _sharding_of(param), _sharding_of(x)
         is_there = to is None or found == to or not mesh.holds(found) or not mesh.holds(to)
         return x if is_there else jax.device_put(x, to)
 
@@ -239,14 +239,12 @@ def _over_inner_axes(x: Any, mesh: ReplicaMesh, verb: str, path: Callable[[], st
             f"are typed by these axes, and a replica's program has Auto ones. Put the parameters on dp.mesh, whose "
             f"axes are Auto: jax.device_put(x, NamedSharding(dp.mesh, x.sharding.spec))."
         )
-    if cut_axis_of(x, mesh) is not None:
-        raise ValueError(cut_over_replicas(verb, path(), x, mesh))
     found = _sharding_of(x)
     where = mesh.renamed(found)
-    if where is found:
-        return x
-    x = jax.device_put(x, where)
-    return _over_inner_axes(x, mesh, verb, path)
+    x = x if where is found else jax.device_put(x, where)
+    if cut_axis_of(x, mesh) is not None:
+        raise ValueError(cut_over_replicas(verb, path(), x, mesh))
+    return x
 
 
 def cut_over_replicas(verb: str, path: str, x: Any, mesh: ReplicaMesh) -> str:

@@ -122,7 +122,7 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
             found, _ = finish()
             sizes = sizes_of_all(found, layout, how)
         layout = layout_of_all(layout, how.mesh, sizes)
-    return filled(arrays, layout, how.place)
+    return as_scattered(arrays, layout, how.place)
 
 
 class Prepared(NamedTuple):
@@ -153,7 +153,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
         return name_of(inputs, i, how.root)
 
     axes = [how.dim] * len(leaves) if how.axes is None else axes_of(how.axes, inputs, how.verb)
-    values, specs = _look(leaves, axes, how, name)
+    values, specs = _kinds_of_leaves(leaves, axes, how, name)
     arrays = [x for x, spec in zip(values, specs, strict=True) if not isinstance(spec, Static)]
     # If some leaves came scattered, all processes know the rows already (or know that nothing is cut).
     came = [x._layout for x in leaves if type(x) is Scattered]
@@ -213,7 +213,7 @@ def put_early(batch: Prepared) -> list[Any]:
 
 
 def _called_while_traced(verb: str) -> str:
-    """Returns the error for a call inside of a transformation, which would see the rows of one process."""
+    """Returns the text of the error for a call inside of a transformation, which would see one process's rows."""
     return (
         f"jdp.{verb}: called inside of jax.jit, jax.grad or the like, and each process passes its own rows; JAX's "
         f"transformations see one process's program, not the rows of the others. Call it outside of them: "
@@ -222,7 +222,7 @@ def _called_while_traced(verb: str) -> str:
 
 
 def _key_of_batch(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns a list of all that decides how the leaves of a batch are cut, and the arrays in them."""
+    """Returns the key of a batch, a list of all that decides how its leaves are cut, and the arrays in them."""
     key: list[Any] = []
     arrays: list[Any] = []
     for x in leaves:
@@ -258,10 +258,10 @@ def other_replicas(s: Scattered, verb: str, per_device: int) -> ValueError:
     )
 
 
-def _look(
+def _kinds_of_leaves(
     leaves: Sequence[Any], axes: Sequence[Any], how: Cutting, name: Callable[[int], str]
 ) -> tuple[list[Any], list[Leaf]]:
-    """Returns the leaves as JAX takes them, and what each is; a `Cut` of a leaf that came uncut has no sizes yet."""
+    """Returns the leaves in a form that JAX takes, and the kind of each; a new `Cut` has no sizes yet."""
     values: list[Any] = []
     specs: list[Leaf] = []
     for i, (x, axis) in enumerate(zip(leaves, axes, strict=True)):
@@ -350,8 +350,11 @@ def _chunk_rows(
     return (1,) * (n if any(isinstance(spec, Stack) for spec in specs) else 1)
 
 
-def filled(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
-    """Returns the arrays, padded, as a `Scattered`, on the devices; without `place` numpy arrays stay on the host."""
+def as_scattered(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:
+    """Pads the arrays, puts them on the devices, and returns them as a `Scattered`.
+
+    Without `place`, numpy arrays stay on the host, and the program that takes them puts them on the devices.
+    """
     own, came = layout.here, {*map(type, arrays)}
     if not own.is_even:
         arrays = [_pad_leaf(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]

@@ -97,7 +97,8 @@ def cut_axis_of(x: Any, mesh: ReplicaMesh) -> int | None:
 
 def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signature, list[Any]]:
     """Gathers all parameters that are cut; returns the signature that says so, and the operands."""
-    gather_of, triples = plain(signature.axis_name), zip(operands, signature.leaves, names(signature), strict=True)
+    gather_of = plain_gather(signature.axis_name)
+    triples = zip(operands, signature.leaves, names_of_params(signature), strict=True)
     whole = [gather_of(name)(x, leaf.axis, x.dtype) if isinstance(leaf, Shard) else x for x, leaf, name in triples]
     leaves = (leaf._replace(is_whole=True) if isinstance(leaf, Shard) else leaf for leaf in signature.leaves)
     return signature._replace(leaves=tuple(leaves)), whole
@@ -110,7 +111,7 @@ def params_of(replicas: Tree) -> Tree:
     return getattr(replicas, "variables", replicas) if hasattr(replicas, "graph") else replicas
 
 
-def names(signature: Signature) -> list[str]:
+def names_of_params(signature: Signature) -> list[str]:
     """Returns the path of each operand that is a parameter, and "" for the others."""
     numbers = range(len(signature.leaves))
     replicas, _, _ = signature.fill(numbers)
@@ -119,7 +120,7 @@ def names(signature: Signature) -> list[str]:
     return [path_of.get(number, "") for number in numbers]
 
 
-def plain(axis_name: str) -> GatherOf:
+def plain_gather(axis_name: str) -> GatherOf:
     """Returns a `GatherOf` with JAX's own gradient: the sum over the replicas, cut in the same way."""
     return lambda name: functools.partial(_whole_array, axis_name, name)
 
@@ -137,60 +138,62 @@ def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
 
 def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
     """Runs the body, which takes whole parameters; each is gathered where the body uses it."""
-    n, gather_of = signature.layout.mesh.size, plain(signature.axis_name)
+    n, gather_of = signature.layout.mesh.size, plain_gather(signature.axis_name)
     cut = [
         (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
     ]
     shapes = [x if axis is None else whole_shape(x, axis, n) for x, axis in cut]
     jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
     refuse_constants(jaxpr, [(x, axis) for x, axis in cut if axis is not None], signature.layout.mesh)
-    named = zip(cut, names(signature), strict=True)
+    named = zip(cut, names_of_params(signature), strict=True)
     given = [x if axis is None else ShardedOperand(x, axis, gather_of(name)) for (x, axis), name in named]
     values = run_in_pieces(jaxpr, given, MOST_AT_ONCE)
     return dataclasses.replace(out, values=values)
 
 
-def summing(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> GatherOf:
+def summing_gather(axis_name: str, sent_as: Callable[[Any], Any], before: float) -> GatherOf:
     """Returns a `GatherOf` whose gradient is the sum over the replicas, cut as `x` is.
 
     `sent_as(dtype)` is the narrower dtype to send a gradient in, or None. In a narrower dtype the sum might overflow,
     so such a gradient is divided by `before` first, and the result stays divided.
     """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
-    def gather(name: str, x: Any, axis: int, dtype: Any, own: Any) -> Any:
-        return _whole_array(axis_name, name, x, axis, dtype)
-
-    def forward(name: str, x: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
-        return _whole_array(axis_name, name, x, axis, dtype), None
-
-    def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+    def backward(name: str, axis: int, own: Any, grad: Any) -> Any:
         grad, wire = grad.astype(own), sent_as(own)
         sent = grad if wire is None else (grad / before).astype(wire)
         with jax.named_scope(f"reduce.{name}"):
             found = jax.lax.psum_scatter(sent, axis_name, scatter_dimension=axis, tiled=True)
-        return (found.astype(own),)
+        return found.astype(own)
 
-    gather.defvjp(forward, backward)
-    return lambda name: lambda x, axis, dtype: gather(name, x, axis, dtype, x.dtype)
+    return _with_gradient(axis_name, lambda x: (x, x), backward)
 
 
-def parts_of(axis_name: str) -> GatherOf:
+def gather_of_pairs(axis_name: str) -> GatherOf:
     """Returns a `GatherOf` of pairs `(x, like)`: it gathers `x`; the gradient goes to `like`, whole and not reduced.
 
     So the gradients of several microbatches can be added first, and their sum is reduced over the replicas once.
     `like` is zeros of the shape of the whole array; XLA never makes them.
     """
+    return _with_gradient(axis_name, lambda both: both, lambda name, axis, own, grad: (None, grad.astype(own)))
+
+
+def _with_gradient(
+    axis_name: str, pair: Callable[[Any], tuple[Any, Any]], backward: Callable[[str, int, Any, Any], Any]
+) -> GatherOf:
+    """Returns a `GatherOf` that gathers the first of `pair(value)`, and has the gradient that `backward` computes.
+
+    `backward(name, axis, dtype, cotangent)` gets the dtype of the second of the pair.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3, 4))
-    def gather(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> Any:
-        return _whole_array(axis_name, name, both[0], axis, dtype)
+    def gather(name: str, value: Any, axis: int, dtype: Any, own: Any) -> Any:
+        return _whole_array(axis_name, name, pair(value)[0], axis, dtype)
 
-    def forward(name: str, both: tuple[Any, Any], axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
-        return _whole_array(axis_name, name, both[0], axis, dtype), None
+    def forward(name: str, value: Any, axis: int, dtype: Any, own: Any) -> tuple[Any, None]:
+        return _whole_array(axis_name, name, pair(value)[0], axis, dtype), None
 
-    def backward(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
-        return ((None, grad.astype(own)),)
+    def pull(name: str, axis: int, dtype: Any, own: Any, _: None, grad: Any) -> tuple[Any]:
+        return (backward(name, axis, own, grad),)
 
-    gather.defvjp(forward, backward)
-    return lambda name: lambda both, axis, dtype: gather(name, both, axis, dtype, both[1].dtype)
+    gather.defvjp(forward, pull)
+    return lambda name: lambda value, axis, dtype: gather(name, value, axis, dtype, pair(value)[1].dtype)

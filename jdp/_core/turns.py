@@ -37,21 +37,20 @@ def take_turns(body_of: BodyOf, operands: Sequence[Any], signature: Signature, d
 
     bodies = trace_bodies(body_of, operands_of([x[0] for x in chunks], device), signature)
 
-    def turn(settled: Callable[[Any, Any], Any]) -> Turn:
-        """Returns a replica's turn; `settled(jaxpr, index)` is the jaxpr with its index and collectives resolved."""
-
-        def run(number: Any, mine: Sequence[Any]) -> Outputs:
-            index = device * layout.per_device + number
-            own = {sizes: body._replace(jaxpr=settled(body.jaxpr, index)) for sizes, body in bodies.items()}
-            return weighted(run_body(own, operands_of(mine, index), signature, index), index)
-
-        return run
-
     # Side by side (under vmap), JAX itself knows a replica's index, also in loops.
-    is_hidden = any(asks_inside_of(body.jaxpr, axis_name) is not None for body in bodies.values())
-    if not is_hidden and not _meet(bodies, axis_name):
-        return _one_after_the_other(turn(lambda jaxpr, index: with_index(jaxpr, axis_name, index)), chunks, layout)
-    return _side_by_side(turn(lambda jaxpr, _: _over_all(jaxpr, axis_name, layout)), chunks, layout)
+    asks_in_a_loop = any(asks_inside_of(body.jaxpr, axis_name) is not None for body in bodies.values())
+    are_side_by_side = asks_in_a_loop or _meet(bodies, axis_name)
+
+    def settled(jaxpr: Any, index: Any) -> Any:
+        """Returns the jaxpr of a body with its collectives, or the replica's index, resolved."""
+        return _over_all(jaxpr, axis_name, layout) if are_side_by_side else with_index(jaxpr, axis_name, index)
+
+    def turn(number: Any, mine: Sequence[Any]) -> Outputs:
+        index = device * layout.per_device + number
+        own = {sizes: body._replace(jaxpr=settled(body.jaxpr, index)) for sizes, body in bodies.items()}
+        return weighted(run_body(own, operands_of(mine, index), signature, index), index)
+
+    return (_side_by_side if are_side_by_side else _one_after_the_other)(turn, chunks, layout)
 
 
 def _taken_apart(x: Any, axis: int, count: int) -> Any:
@@ -89,16 +88,12 @@ def _one_of_all(x: Any, way: Way, rule: Marked, layout: Layout) -> Any:
     if way == "rows":
         axis = rule.axis or 0
         return x if x.ndim == 1 else jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
-    return x[_turn_of_primary(layout)]
-
-
-def _turn_of_primary(layout: Layout) -> int:
-    return layout.used[0] % layout.per_device if layout.used else 0
+    return x[layout.primary[1]]
 
 
 def _one_after_the_other(turn: Turn, chunks: list[Any], layout: Layout) -> Outputs:
     """Runs the replicas in a loop, which carries sums and the primary's values: those of one replica are in memory."""
-    numbers, primary = jnp.arange(layout.per_device, dtype=jnp.int32), _turn_of_primary(layout)
+    numbers, (_, primary) = jnp.arange(layout.per_device, dtype=jnp.int32), layout.primary
     out = jax.eval_shape(turn, numbers[0], [x[0] for x in chunks])
     each = [*zip(out.values, out.ways, out.rules, strict=True)]
     # Outputs with rows are stacked; so are keys, because the loop's carry would have to begin with a key of zeros.

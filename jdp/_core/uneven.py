@@ -55,7 +55,7 @@ def run_chunks(
     n = signature.layout.mesh.size
     if is_uneven(signature):
         bodies = trace_bodies(body_of, operands, signature)
-        largest = _body_of_all(bodies, signature)
+        largest = _body_for_all(bodies, signature)
         if largest is None:
             return run_body(bodies, operands, signature, index)
         mine = _at_size(_filled_up(operands, signature, index), signature, largest.replica)
@@ -74,8 +74,8 @@ def _is_cut(x: Any, rule: Marked) -> bool:
     return rule.axis is not None and x.ndim > 0
 
 
-def _body_of_all(bodies: Bodies, signature: Signature) -> Body | None:
-    """Returns the body of the largest chunks if every replica may run it: if each row is computed alone. Else None."""
+def _body_for_all(bodies: Bodies, signature: Signature) -> Body | None:
+    """Returns the body of the largest chunks if all replicas may run it, as each row is computed alone; else None."""
     layout, rows = signature.layout, signature.layout.rows
     # If the user has made some chunks much smaller than others, perhaps for a slower device, filling these up would
     # give that device the work of the largest.
@@ -184,10 +184,11 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
         operands = _filled_up(operands, signature, index)
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
-    which = [
-        order.index(_sizes_of_operands(signature, i)) if i in layout.used else len(order)
-        for i in range(len(layout.devices))
-    ]
+
+    def branch_of(replica: int) -> int:
+        return order.index(_sizes_of_operands(signature, replica)) if replica in layout.used else len(order)
+
+    which = [*map(branch_of, range(len(layout.devices)))]
     branches = [branch(jaxpr) for jaxpr in jaxprs[: len(order)]] + [idle] * (len(order) in which)
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
@@ -223,7 +224,7 @@ def _on_no_rows(
     signature: Signature,
     index: Any,
 ) -> list[Any]:
-    """Runs a batch without rows: the primary computes each output that is one for all and has no old value."""
+    """Runs a batch without rows: the primary computes each output that all replicas share and that has no old value."""
     _refuse_collectives(lead.jaxpr.jaxpr, signature)
 
     def primary(*operands: Any) -> list[Any]:

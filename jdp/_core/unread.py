@@ -130,22 +130,6 @@ class Entries(dict[Any, Any]):
             self.asked |= found
             raise Read(found)
 
-    def __getitem__(self, key: Any) -> Any:
-        self._ask(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._ask(key)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._ask(key)
-        return super().pop(key, *default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._ask(key)
-        return super().setdefault(key, default)
-
     def __setitem__(self, key: Any, value: Any) -> None:
         self.hidden = {k: leaves for k, leaves in self.hidden.items() if k != key}
         super().__setitem__(key, value)
@@ -154,20 +138,21 @@ class Entries(dict[Any, Any]):
         return super().__iter__()
 
 
-def _of_all(name: str) -> Callable[..., Any]:
-    """Returns the method of a dict that looks at all entries."""
-    method = getattr(dict, name)
+def _asking(name: str) -> Callable[..., Any]:
+    """Returns a method of a dict that first asks for what it reads: the entry of its key, or all entries."""
+    method, reads_one = getattr(dict, name), name in _READS_ONE
 
     def call(self: Entries, *args: Any, **kwargs: Any) -> Any:
-        self._ask(*self.hidden)
+        self._ask(*(args[:1] if reads_one else self.hidden))
         return method(self, *args, **kwargs)
 
     return call
 
 
+_READS_ONE = ("__getitem__", "get", "pop", "setdefault")
 _COMPARED = ("__eq__", "__ne__", "__or__", "__ror__", "__ior__")
-for _name in ("items", "values", "copy", "popitem", "update", *_COMPARED, "__repr__", "__reduce_ex__"):
-    setattr(Entries, _name, _of_all(_name))
+for _name in (*_READS_ONE, "items", "values", "copy", "popitem", "update", *_COMPARED, "__repr__", "__reduce_ex__"):
+    setattr(Entries, _name, _asking(_name))
 
 
 def _unflatten(keys: tuple[Any, ...], values: Any) -> Any:

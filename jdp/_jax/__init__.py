@@ -1,6 +1,6 @@
 """Below JAX's public surface: what JAX, jaxlib and Flax do not promise, and nothing of jdp.
 
-    private.py         eleven private names, and what is lost without each
+    private.py         twelve private names, and what is lost without each
     jaxprs.py          walks the equations of a jaxpr, runs them, and tells which values differ between replicas
     callers.py         tells which line, function or module made an equation
     rewrites.py        replaces equations by functions, and calls by their bodies

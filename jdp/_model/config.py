@@ -190,7 +190,7 @@ class Config:
             out = out[0] if holds_nodes else out
             return out[0] if kind == "linen" and is_stateful(kwargs) else out
 
-        def program(call: Callable[..., Any]) -> ReplicaProgram:
+        def make(call: Callable[..., Any]) -> ReplicaProgram:
             call = reading(call)
             if kind == "linen":
                 call = linen_function(call, out_axes, reduce_state, state_axes)
@@ -202,7 +202,7 @@ class Config:
 
         # An NNX module is one of the objects, and its graph an argument.
         call = operator.call if kind == "nnx" else module.apply if kind == "linen" else module
-        return made_once(call, ("program", holds_nodes), program, self._programs)
+        return made_once(call, ("program", holds_nodes), make, self._programs)
 
     def on(self, mesh: ReplicaMesh) -> Config:
         """Returns a config with the same arguments on other devices, each with one replica."""
@@ -315,7 +315,7 @@ def kind_of(module: Any, verb: str = "DataParallel") -> ModuleKind:
 
 
 def _here(devices: list[Any]) -> list[Any]:
-    """Returns the devices of this machine with pickled platforms and ids; what is no device stays as it is."""
+    """Returns this machine's devices with the pickled platforms and ids; an entry that is no device stays as it is."""
     found = [_find(*d) if isinstance(d, tuple) else d for d in devices]
     missing = [f"{d[0]}:{d[1]}" for d, here in zip(devices, found, strict=True) if d is not None and here is None]
     if missing:

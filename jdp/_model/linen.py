@@ -105,7 +105,7 @@ def is_stateful(kwargs: Mapping[str, Any]) -> bool:
 
 
 def mark_sown(after: Tree, before: Tree) -> Tree:
-    """Marks sown values: those of earlier calls are replicated, those of this call are chunks."""
+    """Marks sown values: those of earlier calls are replicated, and those of this call are gathered like outputs."""
     kept = {id(x) for x in jax.tree.leaves(before)}
     return jax.tree.map(lambda x: Marked(x, None, old=x) if id(x) in kept else x, after)
 
@@ -212,12 +212,12 @@ def init(
     # Constraints are left out, as they are on one device: the annotations say where the parameters go.
     around = jax.sharding.use_abstract_mesh(mesh.inside) if mesh.inner_axes else nullcontext()
     with replica_context(), around:
-        try:
-            if not mesh.inner_axes:  # of several devices, it runs in a program of all replicas, which has the axis
+        if not mesh.inner_axes:  # otherwise `init` is part of a program of all replicas, which has the axis
+            try:
                 return module.init(rngs, *args, **kwargs)
-        except NameError as error:
-            if not is_unbound_axis(error):
-                raise
+            except NameError as error:
+                if not is_unbound_axis(error):
+                    raise
         # The axis of one replica, because the values do not depend on how many there are.
         return jax.vmap(lambda _: module.init(rngs, *args, **kwargs), axis_name=axis_name, out_axes=None)(
             jax.numpy.zeros(1)

@@ -315,7 +315,7 @@ def in_evaluation(model: Any) -> Any:
 
 
 def own_values(updates: Tree) -> Tree:
-    """Returns updates of objects that each process has for itself: its own copy of replicated arrays."""
+    """Returns the updates with arrays of this process alone, because each process has its own NNX objects."""
     return jax.tree.map(lambda x: x if x.is_fully_addressable else x.addressable_data(0), updates)
 
 
@@ -327,7 +327,7 @@ def with_updates(state: Tree, updates: Tree) -> Tree:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """Stands for an NNX object among the arguments. It is static, because its position is part of the program."""
+    """Stands for an NNX object among the arguments. It is static, because its index is part of the program."""
 
     index: int
 

@@ -23,7 +23,7 @@ from .criterion import gradients_on_replicas
 from .gradients import Gradients, Loss, gradients
 from .nonfinite import all_finite
 from .state import TrainState, first_difference, update
-from .state_shardings import InnerShardings, axis_for_optimizer, cut_shardings, like_params, whole
+from .state_shardings import InnerShardings, axis_for_optimizer, cut_shardings, gather_whole, like_params
 from .step_options import StepOptions
 from .terms import finished
 
@@ -152,7 +152,7 @@ class Computation:
                 after = jax.lax.with_sharding_constraint(after, cut_shardings(after, mesh, axis))
             metrics["skipped"] = ~finite
         if shard and not self.options.shard_params:
-            after = whole(after, mesh)
+            after = gather_whole(after, mesh)
         params = jax.tree.unflatten(jax.tree.structure(state.params), jax.tree.leaves(after))
         return state.replace(step=count, params=params, opt_state=opt_state, state=new_state), metrics, updates
 
@@ -163,7 +163,7 @@ class Computation:
         inputs = Scattered(rows._arrays, layout.of(jax.tree_util.treedef_tuple([layout.treedef]), layout.leaves))
         if self.options.shard_params:
             params = as_shards(params, layout.mesh, self.scanned or ())
-        return (params, entered(state.state, given)), inputs, step_key(state, layout)
+        return (params, held_for_loss(state.state, given)), inputs, step_key(state, layout)
 
     def gradients(self, state: TrainState, batch: Scattered) -> Gradients:
         outputs = self.run(*self.operands(state, batch))
@@ -179,8 +179,8 @@ class Computation:
         return self.read(state, found)
 
     def read(self, state: TrainState, found: Gradients) -> Gradients:
-        """Returns what the replicas found, with the values of all terms and the whole state after the step."""
-        return found._replace(out=finished(found.out), state=left(state.state, found.state))
+        """Returns the replicas' results, with the value of each term, and with the whole state after the step."""
+        return found._replace(out=finished(found.out), state=state_and_updates(state.state, found.state))
 
 
 def step_key(state: TrainState, layout: Layout) -> Scattered | None:
@@ -191,15 +191,15 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
     return Scattered((key,), layout.of(jax.tree.structure({"key": 0}), [Whole()]))
 
 
-def entered(state: Tree, given: Held | None) -> Held:
-    """Adds the state of the NNX objects in the batch, which `given` holds, to the state that the loss gets."""
+def held_for_loss(state: Tree, given: Held | None) -> Held:
+    """Returns the state that the loss gets: that of the model, and that of the NNX objects in the batch (`given`)."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
-def left(state: Tree, found: Tree) -> tuple[Tree, Tree]:
-    """Separates the state after the step from the changes of the NNX objects in the batch."""
+def state_and_updates(state: Tree, found: Tree) -> tuple[Tree, Tree]:
+    """Splits what the replicas `found` into the whole state after the step and the updates of the batch's objects."""
     if isinstance(state, Mapping):
         return found
     mine, updates = of_model(found)
@@ -241,7 +241,7 @@ def jit_of_state(computation: Computation, state: TrainState, layout: Layout, op
 def jit_of_leaves(
     computation: Computation, state: TrainState, treedef: Any, layout: Layout, options: CompilerOptions
 ) -> Any:
-    """Returns the same function of the state's leaves, followed by the batch's arrays; `of_leaves` reads its results.
+    """Returns the same function of the state's leaves, followed by the batch's arrays; `from_leaves` reads its results.
 
     The caller has the leaves already, so JAX need not flatten the state again. That would sort the keys of every dict,
     which is most of what a call costs in Python.
@@ -272,17 +272,11 @@ def _sharding_of_each(where: Any, tree: Tree) -> list[Any]:
     return [where] * len(jax.tree.leaves(tree)) if isinstance(where, NamedSharding) else jax.tree.leaves(where)
 
 
-def of_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
-    """Returns the arguments of `Keep`, from the results of a program of leaves."""
+def from_leaves(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
+    """Returns the arguments of `Keep`, given the results of a program from `jit_of_leaves`."""
     (first, opt_state, last), metrics, updates, unflatten = out
     leaves = [*first, *opt_state, *last]
     return unflatten(leaves), leaves, metrics, updates
-
-
-def of_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
-    """Returns the arguments of `Keep`, from the results of a program of the state."""
-    state, metrics, updates = out
-    return state, jax.tree.leaves(state), metrics, updates
 
 
 def _jit(

@@ -7,7 +7,6 @@ number of devices. A program for several devices would be compiled differently, 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,12 +20,13 @@ from .._core.balanced_sum import (
     Parts,
     Segment,
     add_replica,
+    chunks_of,
     exchange,
     numbers_of_rows,
     one_replica,
-    picked,
     put_together,
     segments,
+    shape_of,
 )
 from .._core.layout import LEAF, Cut, Layout, Leaf, Stack, Tree, Whole
 from .._core.outputs import Outputs
@@ -70,18 +70,6 @@ def _shape_key(operands: Any) -> Any:
     return len(_configuration()), *shapes
 
 
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
-def _own_chunks(arrays: Sequence[Any], index: Any, leaves: tuple[Leaf, ...]) -> list[Any]:
-    """Returns the chunks of the replica with this index, out of padded arrays of all replicas."""
-    return [
-        jax.lax.dynamic_slice_in_dim(x, index * leaf.padded, leaf.padded, leaf.axis) if isinstance(leaf, Cut) else x
-        for x, leaf in zip(arrays, leaves, strict=True)
-    ]
-
-
 def _on_device(shapes: Any, device: Any) -> Any:
     """Returns the shapes, placed on this device."""
     to = SingleDeviceSharding(device)
@@ -110,16 +98,17 @@ class Deterministic:
             return [jnp.concatenate(x, axis) for axis, *x in zip(axes, *rows, strict=True)]
 
         self._join: Any = jax.jit(join, static_argnums=1)
-        self._pick: Any = jax.jit(lambda arrays, number: picked(arrays, layout, number))
+        axes = [leaf.axis for leaf in layout.arrays]
+        self._pick: Any = jax.jit(lambda arrays, number: chunks_of(arrays, axes, layout.per_device, number))
         self._gather: Any = jax.jit(lambda arrays: arrays, out_shardings=layout.mesh.replicated)
-        on_device, self._turn_of_primary = divmod(layout.used[0], layout.per_device)
+        on_device, self._turn_of_primary = layout.primary
         self._exchange: Any = exchange(layout.mesh, on_device)
         own = np.reshape(np.array(layout.own, np.int32), (-1, layout.per_device))
         self._indices = [jax.device_put([*mine], device) for mine, device in zip(own, self._devices, strict=True)]
         self._numbers = [jax.device_put([*np.arange(layout.per_device)], device) for device in self._devices]
 
     def __call__(self, state: TrainState, arrays: Sequence[Any]) -> tuple[TrainState, dict[str, Any], Tree]:
-        states, batches = self._apart(state, arrays)
+        states, batches = self._split_by_device(state, arrays)
         key = _shape_key((states[0], batches[0]))
         if key not in self._compiled:
             self.lower(state, arrays).compile()
@@ -129,27 +118,27 @@ class Deterministic:
         if loss_programs:
             forward, _ = turns
             first = self._turns(forward, states, batches, cotangents)
-            sums, _ = self._together([x.sums for x in first], [[] for _ in first])
-            rows, whole = self._everywhere(forward.out, first, arrays)
+            sums, _ = self._exchanged([x.sums for x in first], [[] for _ in first])
+            rows, whole = self._gathered(forward.out, first, arrays)
             operands = zip(loss_programs, states, whole, rows, sums, strict=True)
             found = [loss_program(*of_device) for loss_program, *of_device in operands]
             cotangents = [x for _, x in found]
             from_all_rows = [x for x, _ in found] if self._step.loss.criterion else from_all_rows
         parts = self._turns(turns[-1], states, batches, cotangents)
-        sums, of_primary = self._together([x.sums for x in parts], [x.of_primary for x in parts])
+        sums, of_primary = self._exchanged([x.sums for x in parts], [x.of_primary for x in parts])
         found = [x._replace(sums=s, of_primary=t, rows=[]) for x, s, t in zip(parts, sums, of_primary, strict=True)]
-        operands = zip(updates, states, map(self._whole, batches), found, from_all_rows, strict=True)
+        operands = zip(updates, states, map(self._without_rows, batches), found, from_all_rows, strict=True)
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
-        leaves = self._arrays(after, [None] * len(after[0]))
+        leaves = self._assembled(after, [None] * len(after[0]))
         self._copies.clear()
         self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
         state = of_state.unflatten(leaves)
-        metrics, changed = of_others.unflatten(self._arrays(others, [None] * len(others[0])))
+        metrics, changed = of_others.unflatten(self._assembled(others, [None] * len(others[0])))
         if self._step.options.shard_optimizer:  # whose state was gathered, and is cut again
             state = self._step.placed(state)
         return state, self._with_rows(metrics, parts, turns[-1].out), changed
 
-    def _apart(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
+    def _split_by_device(self, state: TrainState, arrays: Sequence[Any]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the replicated leaves of the state and the device's part of the batch."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(
@@ -159,34 +148,35 @@ class Deterministic:
         leaves = jax.tree.leaves(state)
         if not all(x.is_fully_replicated for x in leaves):  # the optimizer's state is cut over the devices
             leaves = self._gather(leaves)
-        return self._on_each(leaves), self._on_each(arrays)
+        return self._by_device(leaves), self._by_device(arrays)
 
-    def _on_each(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """Returns for each of this process's devices the parts of the arrays on it."""
-        parts = [*map(self._parts, arrays)]
+    def _by_device(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """Returns the parts of the arrays on each of this process's devices: a list for each device."""
+        parts = [*map(self._parts_of, arrays)]
         return [[x[i] for x in parts] for i in range(len(self._devices))]
 
-    def _parts(self, x: Any) -> Sequence[Any]:
+    def _parts_of(self, x: Any) -> Sequence[Any]:
+        """Returns the parts of an array on this process's devices, in their order."""
         known = self._copies.get(id(x))
         if known is not None and known[0] is x:
             return known[1]
         found = {shard.device: shard.data for shard in x.addressable_shards}
         return [found[device] for device in self._devices]
 
-    def _arrays(self, each: Sequence[Sequence[Any]], axes: Sequence[int | None]) -> list[Any]:
-        """Returns arrays that are made of each device's parts and cut along these axes; None: replicated, of copies."""
+    def _assembled(self, each: Sequence[Sequence[Any]], axes: Sequence[int | None]) -> list[Any]:
+        """Returns arrays over all devices, assembled from the parts on each, along these axes (None: of copies)."""
         arrays, mesh = [], self._layout.mesh
         for parts, axis in zip(map(list, zip(*each, strict=True)), axes, strict=True):
             shape = tuple(n * mesh.size if i == axis else n for i, n in enumerate(parts[0].shape))
             arrays.append(jax.make_array_from_single_device_arrays(shape, mesh.along(axis), parts))
         return arrays
 
-    def _everywhere(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
+    def _gathered(self, out: Outputs, parts: list[Parts], batch: Sequence[Any]) -> tuple[list[list[Any]], ...]:
         """Returns, for each device, the gathered outputs of all replicas and the whole batch, both padded."""
         axes = [out.rules[i].axis or 0 for i in numbers_of_rows(out)]
-        rows = self._arrays([x.rows for x in parts], axes) if axes else []
+        rows = self._assembled([x.rows for x in parts], axes) if axes else []
         found = self._gather([*rows, *batch])
-        apart = self._on_each(found)
+        apart = self._by_device(found)
         return [x[: len(rows)] for x in apart], [x[len(rows) :] for x in apart]
 
     def _turns(
@@ -200,7 +190,7 @@ class Deterministic:
         sums: list[list[Any]] = [[] for _ in states]
         held: list[list[list[Any]]] = [[[] for _ in turns] for _ in states]
         for j, (segment, runs) in enumerate(zip(turn.segments, turn.programs, strict=True)):
-            totals = self._together(sums, [[] for _ in sums])[0] if j else sums
+            totals = self._exchanged(sums, [[] for _ in sums])[0] if j else sums
             waiting: list[list[tuple[int, list[Any]]]] = [[] for _ in states]
             for k in turns:
                 for d, (state, batch) in enumerate(zip(states, batches, strict=True)):
@@ -228,16 +218,16 @@ class Deterministic:
     def _joined(self, rows: list[list[Any]], axes: tuple[int, ...]) -> list[Any]:
         return rows[0] if len(rows) == 1 else self._join(rows, axes)
 
-    def _together(self, sums: list[list[Any]], of_primary: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    def _exchanged(self, sums: list[list[Any]], of_primary: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """Returns, for each device, the sums over all devices and the values of the primary device."""
         if self._layout.mesh.size == 1:
             return sums, of_primary
-        operands = [self._arrays(x, [0] * len(x[0])) for x in (sums, of_primary)]
-        sums, of_primary = map(self._on_each, self._exchange(*operands))
+        operands = [self._assembled(x, [0] * len(x[0])) for x in (sums, of_primary)]
+        sums, of_primary = map(self._by_device, self._exchange(*operands))
         return sums, of_primary
 
-    def _whole(self, batch: list[Any]) -> list[Any]:
-        """Returns the batch with None instead of rows; the update may read only the arrays of NNX objects."""
+    def _without_rows(self, batch: list[Any]) -> list[Any]:
+        """Returns the batch with None for each array that has rows: the update reads only those of NNX objects."""
         return [x if leaf.axis is None else None for x, leaf in zip(batch, self._layout.arrays, strict=True)]
 
     def _with_rows(self, metrics: dict[str, Any], parts: list[Parts], out: Outputs) -> dict[str, Any]:
@@ -246,7 +236,7 @@ class Deterministic:
         if not numbers:
             return metrics
         leaves: list[Any] = [None] * len(out.rules)
-        arrays = self._arrays([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
+        arrays = self._assembled([x.rows for x in parts], [out.rules[i].axis or 0 for i in numbers])
         for i, x in zip(numbers, arrays, strict=True):
             leaf = Cut(out.rules[i].axis or 0, out.sizes[i]) if out.sizes[i] else Stack()
             leaves[i] = Scattered((x,), self._layout.of(jax.tree.structure(0), [leaf]))
@@ -275,14 +265,14 @@ class Deterministic:
         found, parts = segments(turn, operands, self._layout, self.__name__)
         return TurnPrograms(found, parts, outs[-1])
 
-    def _loss_of_all_rows(self, forward: TurnPrograms) -> tuple[Any, list[Leaf]]:
+    def _loss_of_all_rows(self, forward: TurnPrograms) -> tuple[Any, list[Cut | Whole]]:
         """Returns the program of a loss of all rows, for one device, and a `Leaf` for each cotangent it returns."""
         out, passes = forward.out, Passes(self._step.loss, self._step.options.accumulate_steps)
         numbers, alone = numbers_of_rows(out), self._alone
         leaf_of = {i: Cut(out.rules[i].axis or 0, out.sizes[i]) for i in numbers}
         outputs, *_ = out.treedef.unflatten(range(len(out.rules)))
         each: list[int] = jax.tree.leaves(outputs)
-        leaves: list[Leaf] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
+        leaves: list[Cut | Whole] = [leaf_of.get(i, Whole()) for i in each if has_cotangent(out.values[i])]
 
         def loss_program(state: list[Any], batch: list[Any], rows: list[Any], sums: list[Any]) -> Any:
             scattered = Scattered(batch, alone)
@@ -309,12 +299,13 @@ class Deterministic:
             forward = self._turn(forward_of(step.loss, steps), operands)
         loss_program, leaves = self._loss_of_all_rows(forward)
         rows, whole, sums = self._shapes_of_all(forward, arrays)  # shapes, because nothing has run yet
-        shapes = [jax.tree.map(_shape_of, state), whole, rows, sums]
-        own_chunks = functools.partial(_own_chunks, leaves=tuple(leaves))
-        own = jax.eval_shape(own_chunks, jax.eval_shape(loss_program, *shapes)[1], operands[-1])
+        shapes = [jax.tree.map(shape_of, state), whole, rows, sums]
+        axes, count = [leaf.axis for leaf in leaves], len(self._layout.devices)
+        pick_own: Any = jax.jit(lambda cotangents, index: chunks_of(cotangents, axes, count, index))
+        own = jax.eval_shape(pick_own, jax.eval_shape(loss_program, *shapes)[1], operands[-1])
         backward = gradients(step.loss._replace(is_backward=True), steps, step.options.reduce_dtype)
         turn = self._turn(backward, [*operands[:-1], *own, operands[-1]], leaves)
-        return [forward, turn._replace(pick_own=jax.jit(own_chunks))], loss_program, shapes
+        return [forward, turn._replace(pick_own=pick_own)], loss_program, shapes
 
     def _update(self, out: Outputs) -> tuple[Any, list[Any]]:
         """Returns the program that computes the next state, and `trees`: its results' treedefs, set by tracing it."""
@@ -335,7 +326,7 @@ class Deterministic:
 
     def lower(self, state: TrainState, arrays: Sequence[Any]) -> types.SimpleNamespace:
         """Returns the step's programs: `as_text()`, which the processes compare, and `compile()`, for every device."""
-        (states, batches), devices = self._apart(state, arrays), self._devices
+        (states, batches), devices = self._split_by_device(state, arrays), self._devices
         turns, loss_program, shapes = self._traced(states[0], batches[0], arrays)
         update, trees = self._update(turns[-1].out)
         lowered = [x.program.lower(*_on_device(x.operands, d)) for one in turns for x in one.segments for d in devices]
@@ -347,7 +338,7 @@ class Deterministic:
                 result = jax.eval_shape(loss_program, *shapes)[0]
                 from_all_rows = [_on_device(result, device) for device in devices]
             after = [_on_device(turns[-1].parts._replace(rows=[]), device) for device in devices]
-            operands = zip(states, map(self._whole, batches), after, from_all_rows, strict=True)
+            operands = zip(states, map(self._without_rows, batches), after, from_all_rows, strict=True)
             updates = [update.lower(*x) for x in operands]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 programs = iter([*pool.map(lambda x: x.compile(), [*lowered, *updates])])
@@ -366,7 +357,7 @@ class Deterministic:
             axis = out.rules[i].axis or 0
             shape[axis] = len(self._layout.devices) * max([1, *out.sizes[i]])
             rows.append(jax.ShapeDtypeStruct(tuple(shape), out.values[i].dtype))
-        return rows, [*map(_shape_of, batch)], [*map(_shape_of, forward.parts.sums)]
+        return rows, [*map(shape_of, batch)], [*map(shape_of, forward.parts.sums)]
 
     def make_ready(self, state: TrainState, arrays: Sequence[Any]) -> None:
         """Compiles what the first call would compile: this takes long, and it can be interrupted here."""

@@ -112,7 +112,7 @@ class Forms:
             return size / sum(layout.sizes) / seed, 1.0
         return 1.0, weight / seed if self.is_mean else 1.0
 
-    def over(self, counts: Sequence[Marked], weight: float, layout: Layout) -> Any:
+    def divisor(self, counts: Sequence[Marked], weight: float, layout: Layout) -> Any:
         """Returns the divisor for the sum of the loss's gradients over all rows; None if there is none."""
         if self.has_shares(layout):
             return 1.0

@@ -103,7 +103,7 @@ def gradients(
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             found, grads, row_grads = added.sums
             out, counts = added.forms.marked(found, added.rows, weight)
-            over = None if loss.is_backward else added.forms.over(counts, weight, signature.layout)
+            over = None if loss.is_backward else added.forms.divisor(counts, weight, signature.layout)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
                 dtype, narrow = param.dtype, sent(param.dtype)
@@ -154,7 +154,7 @@ def results_of_replica(
     """Returns a replica's results, not yet reduced over the replicas, and the weight of all replicas together."""
 
     def one(number: Any, part: list[Any], state: Tree, size: int, weight: float) -> ReplicaResults:
-        mine = shards and shards.at(number)
+        mine = shards and shards.in_microbatch(number)
         return differentiate(loss, signature, replica, part, diff, state, size, weight, mine)
 
     weight_of_replicas = weight_of_all(signature.layout, steps)
@@ -224,12 +224,10 @@ def differentiate(
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
     whole = shards.shapes() if shards else diff
     seed = weight if loss.sync else 1
-    traces: dict[int, Traced | None] = {}
+    traces = _traces(loss, signature, (whole, part, state))
 
     def value(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree]:
-        nonlocal traces
         out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
-        traces = _traces(loss, signature, (whole, part, state))
         if loss.is_backward and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
         forms, sums, stacked = forms_of(loss, signature, (out, aux), (whole, part, state), size, weight, traces)
@@ -241,7 +239,7 @@ def differentiate(
             number = loss_value(out, size if signature.layout.is_cut else None, loss.verb)
         return number * jnp.asarray(seed if forms.is_mean else 1, number.dtype), (forms, sums, stacked, after)
 
-    taken, rest = shards.taken() if shards else diff, (chosen, part, state)
+    taken, rest = shards.differentiated() if shards else diff, (chosen, part, state)
     function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
@@ -249,6 +247,7 @@ def differentiate(
     traced = traces.get(0) if jaxpr is None and not loss.rows else None
     if traced is None and jaxpr is None and not loss.is_backward:
         jaxpr = jax.make_jaxpr(value)(whole, *rest)
+    # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
     jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)

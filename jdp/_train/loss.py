@@ -148,7 +148,7 @@ def loss_of(
                 return reading(loss_fn)(*positional, **keywords), nodes
 
         out, nodes = run(diff_state)
-        loss, aux = _two(out, verb) if roles.has_aux and criterion is None else (out, ())
+        loss, aux = _loss_and_aux(out, verb) if roles.has_aux and criterion is None else (out, ())
         if not nodes:
             return loss, aux, held
         trained, after = nnx.state(nodes, roles.is_diff, ...)
@@ -160,8 +160,8 @@ def loss_of(
         plain, diff_state = diff
         nodes = [] if held.graph is None else own_nodes(held.graph, (diff_state, held.variables))
         (_, *rest), _ = call_of(plain, held, args, {}, nodes)
-        out = called(verb, criterion, outputs, *rest)
-        loss, aux = _two(out, verb, criterion) if roles.has_aux else (out, ())
+        out = call_criterion(verb, criterion, outputs, *rest)
+        loss, aux = _loss_and_aux(out, verb, criterion) if roles.has_aux else (out, ())
         return checked_scalar(loss, verb), finished(aux)
 
     left = functools.partial(leave, reduce=reduce_state)
@@ -170,7 +170,7 @@ def loss_of(
     return loss if criterion is None else loss._replace(criterion=run_criterion, is_direct=is_direct)
 
 
-def called(verb: str, criterion: Any, *args: Any) -> Any:
+def call_criterion(verb: str, criterion: Any, *args: Any) -> Any:
     """Calls a criterion; if it raises an error, adds a note with the criterion's name."""
     try:
         return reading(criterion)(*args)
@@ -222,7 +222,7 @@ def checked_criterion(criterion: Any, verb: str) -> Criterion | None:
     )
 
 
-def _two(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
+def _loss_and_aux(out: Any, verb: str, criterion: Any = None) -> tuple[Any, Any]:
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
     what = "criterion" if criterion else "the function"
@@ -399,7 +399,7 @@ def _params_explained(params: Tree) -> Iterator[None]:
 
 def of_criterion(criterion: Any, outputs: Tree, args: Sequence[Any], reserved: Sequence[str]) -> tuple[Any, Tree]:
     """Returns `(loss, metrics)` of a step's criterion, which returns the loss or such a pair."""
-    out = called(VERB, criterion, outputs, *args)
+    out = call_criterion(VERB, criterion, outputs, *args)
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     metrics = checked_metrics(metrics, reserved, loss)
     for path, x in jax.tree_util.tree_leaves_with_path(metrics):

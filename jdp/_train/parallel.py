@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from .._core.gather import join
 from .._core.global_arrays import sharing
-from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, way_out
+from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, paths_of, way_out
 from .._core.layout import Static, Tree, Whole, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
@@ -252,13 +252,9 @@ def _without_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
     leaves, treedef = jax.tree.flatten(whole)
     for i, x in enumerate(leaves):
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            classify(x, VERB, lambda i=i: _argument_name(whole, i))
+            classify(x, VERB, lambda i=i: paths_of(whole, "args", stop=None)[i])
             leaves[i] = Static(x)
     return treedef.unflatten(leaves)
-
-
-def _argument_name(whole: dict[int, Tree], index: int) -> str:
-    return "args" + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(whole)[index][0])
 
 
 def _with_objects(whole: dict[int, Tree]) -> dict[int, Tree]:
@@ -277,8 +273,8 @@ def _refuse_deleted(donated: dict[int, Tree], mesh: ReplicaMesh) -> None:
             continue
         if x.is_deleted():
             raise RuntimeError(
-                f"jdp.{VERB}: {_argument_name(donated, i)} is of shape {x.shape} and was donated to an earlier call; "
-                f"what is in donate_argnums cannot be used again. Pass what that call returned."
+                f"jdp.{VERB}: {paths_of(donated, 'args', stop=None)[i]} is of shape {x.shape} and was donated to an "
+                f"earlier call; what is in donate_argnums cannot be used again. Pass what that call returned."
             )
         if mesh.may_deadlock:  # the queue of calls in flight may hold it, and cannot wait for an array that is freed
             x.block_until_ready()

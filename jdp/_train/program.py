@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._core.calls import flatten
 from .._core.fingerprint import start
 from .._core.gather import join
 from .._core.global_arrays import sharing
@@ -39,8 +40,8 @@ from .._core.programs import (
     refuse_freed,
     stepped,
 )
-from .._core.replica_mesh import ReplicaMesh, cut_off, hides_nonfinite, searches
-from .._core.scatter import filled
+from .._core.replica_mesh import ReplicaMesh, forked_from, hides_nonfinite, searches
+from .._core.scatter import as_scattered
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
 from .._jax.private import trace_state_clean
@@ -52,11 +53,10 @@ from .computation import (
     Flat,
     Keep,
     Retraced,
+    from_leaves,
     jit_of_leaves,
     jit_of_state,
     may_trace,
-    of_leaves,
-    of_state,
 )
 from .deterministic import Copies, Deterministic
 from .gradients import Loss
@@ -64,8 +64,6 @@ from .nonfinite import Nonfinite, flags_on_replicas, report
 from .state import TrainState, was_donated
 from .state_shardings import inner_shardings_of, on_other_mesh
 from .step_options import StepOptions
-
-flatten = jax.tree_util.default_registry.flatten  # without the Python around it
 
 
 class Program(Computation):
@@ -138,7 +136,7 @@ class Program(Computation):
         try:
             if self.options.donate:
                 state, flat = _unshared(state, flat, batch)
-            run = lambda rows: self._dispatched(state, rows, flat, keep)  # noqa: E731
+            run = lambda rows: self._prepare_and_dispatch(state, rows, flat, keep)  # noqa: E731
             hides = batch._layout.holds_statics and not self.options.deterministic
             state, metrics = unread(run, batch, self._reads) if hides else run(batch)
         except Exception as error:
@@ -149,33 +147,30 @@ class Program(Computation):
             self._compare_replicas(state)
         return state, metrics
 
-    def _dispatched(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
-        layout, mesh = batch._layout, self.config.mesh
-        named = state, batch._arrays
-        leaves, treedef = flat
-        if self.options.deterministic and len(layout.devices) > 1:
-            named = state, placed(batch)._arrays
-            program = self._one_by_one(treedef, layout)
-        elif mesh.spans_processes:
-            program = self.jitted(state, layout)
-        else:
-            program = None
-        if program is not None:
-            program.make_ready(*named)  # takes long; a Ctrl-C is not held back here
+    def _prepare_and_dispatch(
+        self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep
+    ) -> tuple[Any, dict[str, Any]]:
+        """Chooses the program for a batch of this layout, compiles it if it is new, and dispatches it."""
+        layout, (leaves, treedef) = batch._layout, flat
+        one_by_one = self.options.deterministic and len(layout.devices) > 1
+        if one_by_one or self.config.mesh.spans_processes:
+            program = self._one_by_one(treedef, layout) if one_by_one else self.jitted(state, layout)
+            operands = state, placed(batch)._arrays if one_by_one else batch._arrays
+            program.make_ready(*operands)  # takes long; a Ctrl-C is not held back here
             run = getattr(program, "__wrapped__", program)  # the processes have compared it by now
-            return self.dispatched(run, state, leaves, named, lambda out: keep(*of_state(_with_own_rows(out))))
+            return self.dispatch_program(run, state, leaves, operands, lambda out: keep(*_from_state(out)))
         args = *leaves, *batch._arrays
         token = may_trace.set(True)
         try:
-            program = self.jitted(state, layout, treedef, args)
-            return self.dispatched(program, state, leaves, args, lambda out: keep(*of_leaves(out)))
+            program = self._jitted_of_leaves(state, layout, treedef, args)
+            return self.dispatch_program(program, state, leaves, args, lambda out: keep(*from_leaves(out)))
         finally:
             may_trace.reset(token)
 
-    def dispatched(
+    def dispatch_program(
         self, run: Callable[..., Any], state: TrainState, leaves: Sequence[Any], args: Any, keep: Callable[..., Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Dispatches this step's program. If several threads donate one state to it, all but the first get an error."""
+        """Dispatches a program of this step. If several threads donate one state, all but the first get an error."""
         mesh = self.config.mesh
         if not self.options.donate:
             return dispatch_step(run, mesh, args, keep, ())
@@ -190,37 +185,46 @@ class Program(Computation):
         intercepted(self, state, batch)
         return self.jitted(state, batch._layout).lower(state, batch._arrays)
 
-    def jitted(self, state: TrainState, layout: Layout, treedef: Any = None, args: Sequence[Any] = ()) -> Any:
-        """Returns the jitted function of `(state, arrays of the batch)`; with a treedef, of the leaves of both.
-
-        `args` are these leaves. A program that will run is compiled for them at once: a Ctrl-C is not held back here.
-        """
-        traced = not trace_state_clean()
-        key = layout, treedef, traced
+    def _made_once(self, make: Callable[[], Any], *key: Any) -> Any:
         found = self.compiled.used(key)
         if found is None:
-            # Inside of another jit, JAX refuses compiler options: only the outer jit may have them.
-            options = {} if traced else self.options_of_compiler(state)
-            if treedef is not None:
-                found = jit_of_leaves(self, state, treedef, layout, options)
-                self.shapes |= {*map(jnp.shape, args[: treedef.num_leaves])}
-                if is_plain():
-                    found.lower(*args).compile()
-            else:
-                found = jit_of_state(self, state, layout, options)
-                found = layout.mesh.same_program(found, ("state", "batch"))
-            self.compiled[key] = found
+            found = self.compiled[key] = make()
         return found
+
+    def jitted(self, state: TrainState, layout: Layout) -> Any:
+        """Returns the jitted function of `(state, arrays of the batch)`."""
+        traced = not trace_state_clean()  # then JAX accepts compiler options of the outermost jit alone
+
+        def make() -> Any:
+            found = jit_of_state(self, state, layout, {} if traced else self.options_of_compiler(state))
+            return layout.mesh.same_program(found, ("state", "batch"))
+
+        return self._made_once(make, layout, None, traced)
+
+    def _jitted_of_leaves(self, state: TrainState, layout: Layout, treedef: Any, args: Sequence[Any]) -> Any:
+        """Returns the jitted function of the leaves of the state and the arrays of the batch, `args`.
+
+        A program that will run is compiled for them at once, because a Ctrl-C is not held back here.
+        """
+        traced = not trace_state_clean()
+
+        def make() -> Any:
+            found = jit_of_leaves(self, state, treedef, layout, {} if traced else self.options_of_compiler(state))
+            self.shapes |= {*map(jnp.shape, args[: treedef.num_leaves])}
+            if is_plain():
+                found.lower(*args).compile()
+            return found
+
+        return self._made_once(make, layout, treedef, traced)
 
     def _one_by_one(self, treedef: Any, layout: Layout) -> Any:
         """Returns the step as programs for one device each."""
-        key = layout, treedef, "one by one"
-        found = self.compiled.used(key)
-        if found is None:
+
+        def make() -> Any:
             found = Deterministic(self, treedef, layout, self._copies)
-            found = layout.mesh.same_program(found, ("state", "batch"))
-            self.compiled[key] = found
-        return found
+            return layout.mesh.same_program(found, ("state", "batch"))
+
+        return self._made_once(make, layout, treedef, "one by one")
 
     def options_of_compiler(self, state: TrainState) -> CompilerOptions:
         if not takes_options(self.config.mesh):
@@ -289,10 +293,13 @@ def _unshared(state: TrainState, flat: Flat, batch: Scattered) -> tuple[TrainSta
     return treedef.unflatten(leaves), (leaves, treedef)
 
 
-def _with_own_rows(out: Any) -> Any:
-    """Returns the results of a program of the state; metrics with an entry per row keep this process's rows only."""
+def _from_state(out: Any) -> tuple[TrainState, list[Any], dict[str, Any], Tree]:
+    """Returns the arguments of `Keep`, given the results of a program of the state.
+
+    Metrics with an entry per row keep this process's rows only.
+    """
     state, metrics, updates = out
-    return state, map_scattered(lambda s: join(s, "sharded"), metrics), updates
+    return state, jax.tree.leaves(state), map_scattered(lambda s: join(s, "sharded"), metrics), updates
 
 
 def takes_options(mesh: ReplicaMesh) -> bool:
@@ -357,7 +364,7 @@ def run_known_step(
     program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
-    if cut_off or is_watched() or searches() or not jax.sharding.get_abstract_mesh().empty:
+    if forked_from or is_watched() or searches() or not jax.sharding.get_abstract_mesh().empty:
         return None
     try:
         found = None if type(batch) in NESTED and is_deep(batch) else _known_step(program, state, batch)
@@ -375,7 +382,7 @@ def run_known_step(
     try:
         if alike and program.options.donate and sharing(leaves, alike):
             return None
-        return program.dispatched(run, state, leaves, (*leaves, *arrays), lambda out: keep(*of_leaves(out)))
+        return program.dispatch_program(run, state, leaves, (*leaves, *arrays), lambda out: keep(*from_leaves(out)))
     except Exception as error:
         if isinstance(error, Retraced | TypeError | ValueError) and not any(x.is_deleted() for x in leaves):
             program.known.pop(key, None)
@@ -399,7 +406,7 @@ def _known_step(program: Program, state: TrainState, batch: Tree) -> tuple[Any, 
         layout, types = padding
         if _types(arrays) != types:
             return None
-        arrays = list(filled(arrays, layout, place=False)._arrays)
+        arrays = list(as_scattered(arrays, layout, place=False)._arrays)
     # Flattens the state and compares its structure in one pass; raises a ValueError if it is another one.
     return run, of_state.flatten_up_to(state), arrays, key
 

@@ -12,7 +12,7 @@ from .._core.layout import Shard, Tree
 from .._core.outputs import path_name
 from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Signature
-from .._core.shards import MOST_AT_ONCE, parts_of, refuse_constants, summing, whole_shape
+from .._core.shards import MOST_AT_ONCE, gather_of_pairs, refuse_constants, summing_gather, whole_shape
 from .._jax.pieces import ShardedOperand, run_in_pieces
 from .forms import Forms
 
@@ -49,40 +49,45 @@ class ShardedParams(NamedTuple):
     def mesh(self) -> ReplicaMesh:
         return self.signature.layout.mesh
 
-    def before(self, forms: Forms) -> float:
-        """Returns the divisor of a gradient that is sent in a narrow dtype: roughly the one that makes it a mean."""
+    def divisor(self, forms: Forms) -> float:
+        """Returns the number that a gradient is divided by before it is sent in a narrow dtype.
+
+        It makes the sum over the replicas roughly a mean, so that it does not overflow.
+        """
         layout = self.signature.layout
         if forms.has_shares(layout):
             return 1.0
         return float(self.mesh.size if forms.is_mean else sum(layout.sizes))
 
     def undivided(self, total: Any, forms: Forms) -> Any:
-        """Multiplies a sum over the replicas by its divisor `before`, in 32 bits, where it cannot overflow."""
+        """Multiplies a sum over the replicas by its `divisor` again, in 32 bits, where it cannot overflow."""
         if self.sent_as(total.dtype) is None:
             return total
-        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.before(forms)
+        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.divisor(forms)
 
     def shapes(self) -> Tree:
         """Returns the tree with the shape of the whole array for each leaf that is cut."""
         pairs = zip(self.leaves, self.axes, strict=True)
         return self.treedef.unflatten([x if axis < 0 else whole_shape(x, axis, self.mesh.size) for x, axis in pairs])
 
-    def taken(self) -> Tree:
-        """Returns what is differentiated: the parts themselves, or (if `adds_first`) zeros of the whole shapes."""
+    def differentiated(self) -> Tree:
+        """Returns the tree to differentiate by: the parts, or (if `adds_first`) zeros of the shapes of whole arrays."""
         if not self.adds_first:
             return self.treedef.unflatten(self.leaves)
         return jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, self.shapes()
         )
 
-    def at(self, number: Any) -> ShardedParams:
-        """Makes the shards depend on a microbatch number; otherwise the compiler gathers once, outside of the loop."""
+    def in_microbatch(self, number: Any) -> ShardedParams:
+        """Returns the shards for one microbatch. They depend on its number, or the compiler would gather only once."""
         return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.adds_first else self
 
     def function(self, jaxpr: Any, shapes: Tree, forms: Forms) -> Callable[..., Any]:
-        """Returns the function that a jaxpr was traced from; it takes what `taken` returns, not the whole arrays."""
+        """Returns the function of this jaxpr, except that it takes the tree `differentiated`, not the whole arrays."""
         name = self.signature.axis_name
-        gather_of = parts_of(name) if self.adds_first else summing(name, self.sent_as, self.before(forms))
+        gather_of = (
+            gather_of_pairs(name) if self.adds_first else summing_gather(name, self.sent_as, self.divisor(forms))
+        )
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
         refuse_constants(jaxpr, cut, self.mesh)
 

@@ -255,7 +255,7 @@ def check_optimizer(tx: Any, params: Tree, opt_state: Tree) -> None:
 
 
 def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
-    """Returns a function from params to what the optimizer sees: the model's, or its wrapper's, one level above."""
+    """Returns a function from params to the tree that the optimizer was made for: the model's, or its wrapper's."""
     if not jax.tree.leaves(params):
         raise ValueError(
             f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "

@@ -18,7 +18,7 @@ from .._core.replicate import cut_over_replicas
 from .._core.shards import cut_axis_of
 
 
-def whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
+def gather_whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
     """Gathers the tree, so that it is replicated."""
 
     def gather(path: Any, x: Any) -> Any:

@@ -374,7 +374,7 @@ class TrainStep(Step[TrainState]):
 
     @contextlib.contextmanager
     def _program_of(self, state: TrainState, batch: Tree) -> Iterator[tuple[Program, TrainState, Scattered]]:
-        """Yields the program of a step on this state, and its operands; the program of the next step stays the same."""
+        """Yields the program of a step on this state, and its operands. The next step has the program that it had."""
         own = self._program
         try:
             state, scattered, _, _ = self._ready(state, batch)

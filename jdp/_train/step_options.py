@@ -22,9 +22,9 @@ class StepOptions(NamedTuple):
     skip_nonfinite: bool
     sync_batch_norm: bool
     check_replicas: int
-    shard_params: bool | None = False
-    gather_once: bool = False
-    deterministic: bool = False
+    shard_params: bool | None
+    gather_once: bool
+    deterministic: bool
 
     @property
     def reserved(self) -> tuple[str, ...]:

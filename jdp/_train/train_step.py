@@ -147,16 +147,16 @@ def train_step(
             f"training. Leave it out of one of the two."
         )
     options = StepOptions(
-        check_steps("train_step", accumulate_steps),
-        shard_optimizer,
-        wire_type("train_step", reduce_dtype),
-        bool(donate),
-        bool(skip_nonfinite),
-        bool(sync_batch_norm),
-        check_steps("train_step", check_replicas, "check_replicas", 0),
-        dp._config.shard_params or shard_params,
-        bool(gather_once),
-        bool(deterministic),
+        accumulate_steps=check_steps(VERB, accumulate_steps),
+        shard_optimizer=shard_optimizer,
+        reduce_dtype=wire_type(VERB, reduce_dtype),
+        donate=bool(donate),
+        skip_nonfinite=bool(skip_nonfinite),
+        sync_batch_norm=bool(sync_batch_norm),
+        check_replicas=check_steps(VERB, check_replicas, "check_replicas", 0),
+        shard_params=dp._config.shard_params or shard_params,
+        gather_once=bool(gather_once),
+        deterministic=bool(deterministic),
     )
     if not callable(loss_fn):
         way = "dp.train_step(loss_fn, tx), the loss first" if callable(tx) else "a function"

@@ -30,7 +30,16 @@ from .._model.nnx import Held, stand_ins, take_nodes
 from .criterion import gradients_on_replicas
 from .forms import loss_value
 from .gradients import Gradients
-from .loss import Replicated, Roles, assign_roles, called, checked_criterion, checked_scalar, gradient_trees, loss_of
+from .loss import (
+    Replicated,
+    Roles,
+    assign_roles,
+    call_criterion,
+    checked_criterion,
+    checked_scalar,
+    gradient_trees,
+    loss_of,
+)
 from .state import no_rows
 from .terms import finished, is_term
 
@@ -107,14 +116,14 @@ def value_and_grad(
         known_criterion, token = made_once(criterion, (VERB, "criterion"), lambda stand_in: (stand_in, lambda: None))
         made_for = weakref.ref(token)
     options = GradOptions(
-        _argument_numbers(argnums),
-        not isinstance(argnums, tuple | list),
-        bool(has_aux),
-        check_steps(VERB, accumulate_steps),
-        wire_type(VERB, reduce_dtype),
-        bool(sync_batch_norm),
-        known_criterion,
-        made_for,
+        wanted=_argument_numbers(argnums),
+        single=not isinstance(argnums, tuple | list),
+        has_aux=bool(has_aux),
+        accumulate_steps=check_steps(VERB, accumulate_steps),
+        reduce_dtype=wire_type(VERB, reduce_dtype),
+        sync_batch_norm=bool(sync_batch_norm),
+        criterion=known_criterion,
+        made_for=made_for,
     )
     config: Config = dp._config
     in_axes = copy.deepcopy(in_axes)  # the caller may change a list later
@@ -130,7 +139,7 @@ def value_and_grad(
         elif in_replica():
             return _in_replica(loss_fn, options, config.kind)(*args, **kwargs)
         else:
-            found, grads = _first(calls, config, loss_fn, options, in_axes, args, kwargs)
+            found, grads = _run_new(calls, config, loss_fn, options, in_axes, args, kwargs)
         loss, aux = found.out
         return (loss, aux) if has_aux else loss, grads[0] if options.single else grads
 
@@ -139,7 +148,7 @@ def value_and_grad(
     return call
 
 
-def _first(
+def _run_new(
     calls: Calls,
     config: Config,
     loss_fn: Callable[..., Any],
@@ -148,11 +157,11 @@ def _first(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Gradients, tuple[Tree, ...]]:
-    """Runs a call with all its steps; returns what it found, and the gradients of the arguments."""
+    """Runs a call that is not a known one; returns all results, and the gradients by argument."""
     config.refuse_other_mesh()
     config.refuse_state_axes(VERB)
     (taken, keywords), nodes = take_nodes((args, kwargs))
-    roles, ((plain, state), held), inputs = _by_roles(config, options, in_axes, taken, keywords, nodes)
+    roles, ((plain, state), held), inputs = _scatter_by_roles(config, options, in_axes, taken, keywords, nodes)
     cut, keywords = children(inputs)
     home = _first_arrays(taken[0], state, held)
     plain, others = (broadcast(x, config.mesh, VERB, "args") if x else x for x in (plain, held.others))
@@ -180,7 +189,7 @@ def _first_arrays(first: Tree, state: Tree, held: Held) -> Tree:
 def _run_known(
     calls: Calls, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Gradients, tuple[Tree, ...]] | None:
-    """Runs a call like one that ran; None if the call is new. Its parameters are replicated, so the results stay so."""
+    """Runs a call like one that ran before; returns None if there is none. Parameters and results are replicated."""
     try:
         known = calls.run_known(config.mesh, None, args[0], args[1:], kwargs) if args else None
     except TypeError:  # perhaps parameters of another dtype: the steps of a first call raise an error that says so
@@ -265,7 +274,7 @@ def hashable(wrt: Any) -> Any:
     return tuple(map(hashable, wrt)) if isinstance(wrt, tuple | list) else wrt
 
 
-def _by_roles(
+def _scatter_by_roles(
     config: Config,
     options: GradOptions,
     in_axes: Tree,
@@ -273,7 +282,7 @@ def _by_roles(
     kwargs: dict[str, Any],
     nodes: list[Any],
 ) -> tuple[Roles, Replicated, Scattered]:
-    """Returns the roles of a call's arguments, the replicated ones, and the others, scattered."""
+    """Assigns each argument its role; returns the roles, the replicated arguments, and the others, scattered."""
     if not args:
         raise TypeError(f"jdp.{VERB}: no arguments; the first is replicated. Pass the parameters.")
     count = len(args)
@@ -288,7 +297,7 @@ def _by_roles(
     roles, replicas = assign_roles(args, nodes, wanted, options.has_aux, axes, VERB)
     (plain, state), _ = replicas
     rows, cut = roles.rows, roles.cut
-    given = tuple(_numbers(args[p]) if p in rows else args[p] for p in cut)
+    given = tuple(_numbers_as_arrays(args[p]) if p in rows else args[p] for p in cut)
     check_differentiable(VERB, {**plain, **{p: given[i] for p, i in rows.items()}}, "args")
     check_differentiable(VERB, state, "model")
     where = tuple(axes[p] for p in cut), config.dim
@@ -305,8 +314,8 @@ def _by_roles(
     return roles, replicas, inputs
 
 
-def _numbers(argument: Tree) -> Tree:
-    """Returns an argument that is differentiated, with arrays for its Python numbers, which would be constants."""
+def _numbers_as_arrays(argument: Tree) -> Tree:
+    """Returns a differentiated argument with its Python numbers as arrays; as numbers they would be constants."""
     array = lambda x: jnp.asarray(x) if type(x) in (float, complex) else x  # noqa: E731
     return jax.tree.map(array, argument, is_leaf=is_scattered)
 
@@ -329,7 +338,7 @@ def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) ->
     def plain(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
         if options.criterion is not None:
-            out = called(VERB, options.criterion, out, *args[1:])
+            out = call_criterion(VERB, options.criterion, out, *args[1:])
         loss, aux = out if options.has_aux else (out, None)
         number = checked_scalar(loss, VERB) if options.criterion is not None else loss_value(loss, None, VERB)
         value = finished(loss) if is_term(loss) else number

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import collections
 import itertools
-import operator
 import queue
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.layout import Tree, chunk_sizes
+from .._core.layout import Tree, as_int, chunk_sizes
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, prepare
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of
@@ -112,11 +111,8 @@ def batches(
 
 
 def _number(name: str, value: Any, least: int, what: str) -> int:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < least:
+    number = as_int(value)
+    if number is None or number < least:
         raise ValueError(f"jdp.{VERB}: {name} is {value!r}; it is {what}. Pass an int, {least} or more.")
     return number
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._core.gather import join
 from .._core.layout import Tree, is_key
-from .._core.outputs import Marked
+from .._core.outputs import Marked, paths_in
 from .._core.parallel_apply import CallOf, on_replicas
 from .._core.programs import ReplicaProgram, capturing, dispatch, made_once
 from .._core.replica_mesh import outside_of_mesh
@@ -271,8 +271,7 @@ def _metric_shapes(forms: Forms, sums: Iterator[np.ndarray], rows: Iterator[np.n
 
 
 def _names_of_forms(forms: Forms) -> list[str]:
-    numbered = jax.tree.unflatten(forms.treedef, range(forms.treedef.num_leaves))
-    return [jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    return [jax.tree_util.keystr(path[1:]) for path in paths_in(forms.treedef)]
 
 
 _FORMS = {"mean": "a mean", "ratio": "a jdp.Mean", "sum": "a jdp.Sum", "combination": "a sum of terms"}

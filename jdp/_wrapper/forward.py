@@ -19,7 +19,7 @@ from .._core.gather import gather, join, scatter_list
 from .._core.inputs import entries
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
-from .._core.programs import FlatProgram, dispatch
+from .._core.programs import dispatch
 from .._core.replica_mesh import ReplicaMesh, outside_of_mesh
 from .._core.replicate import broadcast, lives_replicated
 from .._core.scatter import Cutting, other_replicas, split
@@ -68,27 +68,22 @@ def apply(dp: Wrapper[object], variables: Tree, /, *args: Any, **kwargs: Any) ->
     config, stateful = dp._config, False
     if config.kind == "nnx":
         raise TypeError(_NO_APPLY)
-    own = _takes_own_steps(dp)
+    default_steps = _has_default_steps(dp)
     if config.kind == "linen":
         kwargs, stateful = call_options(variables, kwargs)
-    if own and (type(variables) is dict or not is_node(variables)):
+    if default_steps and (type(variables) is dict or not is_node(variables)):
         known = config.calls.run_known(config.mesh, dp.module, variables, args, kwargs)
         if known is not None:
             program, _, out = known
-            return _known_result(dp, program, out, stateful)
+            if program.layout(out).is_gathered and config.output_device in (None, "sharded"):
+                return out[-1]
+            return _gathered(dp, program.scattered(out), True, stateful)  # its parameters are replicated
     if not in_replica():
         return _run(dp, variables, args, kwargs, stateful)
     module: Any = dp.module
     if config.kind == "linen":
         return module.apply(unboxed(variables, kwargs.get("mutable", False)), *args, **kwargs)
     return module(variables, *args, **kwargs)
-
-
-def _known_result(dp: Wrapper[object], program: FlatProgram, out: tuple[Any, ...], stateful: bool) -> Any:
-    """Returns the result of a known call, given the program's output; its parameters are replicated."""
-    if program.layout(out).is_gathered and dp._config.output_device in (None, "sharded"):
-        return out[-1]
-    return _gathered(dp, program.scattered(out), True, stateful)
 
 
 def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any], stateful: bool) -> Any:
@@ -109,7 +104,7 @@ def _run(dp: Wrapper[object], variables: Tree, args: tuple[Any, ...], kwargs: Ma
         graph, *states = nnx.split(nodes)
         whole = Held(whole, graph, tuple(states))
     try:
-        out = four_steps(dp, whole, args, kwargs, stateful, cut, variables if nodes else None)
+        out = four_steps(dp, whole, args, kwargs, stateful, cut, variables)
     except Exception as error:
         explain_stacked(error, variables, len(config.devices))
         raise
@@ -154,27 +149,33 @@ def four_steps(
 ) -> Any:
     """Runs the four steps, and returns the result; for parameters that are `Held`, also the updates of the NNX objects.
 
-    `stateful`: the program returns (output, state). `cut`: the state with a batch axis, by name. `home`: the part of
-    the parameters that decides where results go; None stands for all of them.
+    Args:
+        dp: the wrapper, whose methods are the four steps.
+        params: the parameters, with a stand-in for each NNX object among them.
+        args: the positional arguments after the parameters.
+        kwargs: the keyword arguments.
+        stateful: whether the program returns (output, state).
+        cut: the parts of `params` that have a batch axis, by name; they are cut already.
+        home: the part of the parameters that decides where results go. It has no stand-ins.
     """
-    config, holds_objects, own = dp._config, type(params) is Held, _takes_own_steps(dp)
+    config, holds_objects, default_steps = dp._config, type(params) is Held, _has_default_steps(dp)
     config.refuse_other_mesh()
     if not trace_state_clean():
-        args, kwargs = _at_home((args, kwargs), params if home is None else home, config.mesh)
+        args, kwargs = _at_home((args, kwargs), home, config.mesh)
     inputs, kw = dp.scatter(args, kwargs, config.devices)
     if cut:
         _refuse_other_rows(cut, inputs, kw)
     replicas = dp.replicate(params, config.devices)
-    if own and inputs._layout.holds_statics:
+    if default_steps and inputs._layout.holds_statics:
         outputs = unread(lambda rows: dp.parallel_apply(replicas, rows, kw), inputs, config.calls.reads)
     else:
         outputs = dp.parallel_apply(replicas, inputs, kw)
     in_place = replicas is params
     # No call with state_axes is remembered, because another one may have to cut some of the variables.
-    if own and in_place and not config.state_axes and not holds_objects:
+    if default_steps and in_place and not config.state_axes and not holds_objects:
         call, operands = (params, args, kwargs), (replicas, inputs, kw)
         config.calls.remember(functools.partial(config.program, dp.module), dp.module, call, operands)
-    stay = _stays(config, params, params if home is None else home, in_place)
+    stay = _stays(config, params, home, in_place)
     if not holds_objects:
         return _gathered(dp, outputs, stay, stateful)
     outputs, updates = children(outputs)
@@ -182,10 +183,10 @@ def four_steps(
 
 
 def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
-    """Puts traced arrays of the host, and others that are not committed, where the parameters live.
+    """Puts the traced arrays of a call that are not committed to a device (those of the host, too) at the parameters.
 
-    So their gradients come back there, as the outputs do; JAX does not add arrays that are on different devices. If the
-    parameters are replicated, each device then has the whole array before it is cut.
+    Their gradients then come back there, as the outputs do, and can be added: JAX adds no arrays that are on different
+    devices. If the parameters are replicated, each device gets the whole array before it is cut.
     """
     to = mesh.own.replicated if lives_replicated(home, mesh) else mesh.own.devices[0]
 
@@ -198,14 +199,18 @@ def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any,
 
 
 def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
-    """Returns True if results stay spread over the replicas, because the parameters live on all of them."""
+    """Returns True if results stay spread over the replicas, because the parameters live on all of them.
+
+    If there are no parameters at all, results go to the primary device. An NNX model without arrays of its own lets
+    them stay.
+    """
     if in_place:
         return bool(jax.tree.leaves(params))
     return not jax.tree.leaves(home) or lives_replicated(home, config.mesh)
 
 
 def _gathered(dp: Wrapper[object], outputs: Scattered, stay: bool, stateful: bool) -> Any:
-    """Runs the last step, and returns the output where the user wants it, the state where the parameters live."""
+    """Runs the last step, `gather`: outputs go where the user wants them, and the state where the parameters live."""
     home = "sharded" if stay else None
     output_device = dp._config.output_device
     device = home if output_device is None else output_device
@@ -341,8 +346,8 @@ for _name, _step in _STEPS.items():  # by the names of the methods, for pickle a
 _OWN = tuple(_STEPS.values())
 
 
-def _takes_own_steps(dp: Wrapper[object]) -> bool:
-    """Returns True if the four steps are these, and no subclass's."""
+def _has_default_steps(dp: Wrapper[object]) -> bool:
+    """Returns True if neither a subclass nor the user has replaced one of the four steps."""
     kind: Any = type(dp)
     steps = kind.scatter, kind.replicate, kind.parallel_apply, kind.gather
     return steps == _OWN and _STEPS.keys().isdisjoint(vars(dp))

@@ -18,7 +18,7 @@ from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flatten_batch
 from .._core.layout import Cut, Tree
 from .._core.replica_mesh import outside_of_mesh
-from .._core.scatter import Cutting, Prepared, filled, prepare, put_early, sizes_of_all
+from .._core.scatter import Cutting, Prepared, as_scattered, prepare, put_early, sizes_of_all
 from .._core.scattered import Scattered, holds_scattered, is_scattered, leaf_by_leaf
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of, take_objects
 from .._model.nnx import put_nodes, stop_at_objects
@@ -131,13 +131,13 @@ def _scattered(config: Config, batches: Iterable[Tree], size: int, in_axes: Tree
 
     how = Cutting(config.mesh, config.dim, "prefetch", "batch", replicas=config.replicas)
 
-    def begin(batch: Tree) -> Prepared:
+    def prepare_batch(batch: Tree) -> Prepared:
         if holds_scattered(batch):
             raise ValueError("jdp.prefetch: a batch is scattered already; prefetch does that. Pass the arrays.")
         inputs, nodes = take_objects(config, batch, "prefetch")
         return prepare(inputs, how._replace(axes=axes_of_batch(config, batch, in_axes)))._replace(nodes=nodes)
 
-    return together(map(begin, source), begin, how, size)
+    return together(map(prepare_batch, source), prepare_batch, how, size)
 
 
 def refuse_one_batch(batches: Any, verb: str) -> None:
@@ -253,7 +253,7 @@ def ahead(batches: Iterable[Tree], scatter: Callable[[Tree], Tree], size: int) -
 
 
 def together(
-    batches: Iterator[Prepared | None], prepare: Callable[[Tree], Prepared], how: Cutting, size: int
+    batches: Iterator[Prepared | None], prepare_batch: Callable[[Tree], Prepared], how: Cutting, size: int
 ) -> Generator[Tree]:
     """Scatters the batches of all processes until all have run out; a process that has run out adds no rows.
 
@@ -272,7 +272,7 @@ def together(
             except (Exception, SystemExit, GeneratorExit) as error:
                 failed = error  # it is raised after the batches before it, at the same time in all processes
             told.append(tell(how, batch, failed, last is None))
-        found = of_all(how, *told.popleft(), last, prepare)
+        found = of_all(how, *told.popleft(), last, prepare_batch)
         if found is None:
             return
         s, last = found
@@ -301,7 +301,7 @@ def _of_all_processes(
     finish: Finish,
     failed: BaseException | None,
     last: Prepared | None,
-    prepare: Callable[[Tree], Prepared],
+    prepare_batch: Callable[[Tree], Prepared],
 ) -> tuple[Scattered, Prepared] | None:
     """Waits for the other processes; returns the batch of all and this process's part, or None if all have run out."""
     try:
@@ -315,9 +315,9 @@ def _of_all_processes(
     if not sizes:
         return None
     if batch is None:
-        batch = prepare(without_rows(outline, how.verb)) if last is None else _without_rows(last)
+        batch = prepare_batch(without_rows(outline, how.verb)) if last is None else _without_rows(last)
         arrays = batch.arrays
-    return filled(arrays, layout_of_all(batch.layout, how.mesh, sizes_of_all(sizes, batch.layout, how))), batch
+    return as_scattered(arrays, layout_of_all(batch.layout, how.mesh, sizes_of_all(sizes, batch.layout, how))), batch
 
 
 def _without_rows(batch: Prepared) -> Prepared:

@@ -53,7 +53,7 @@ def straight(monkeypatch):
         raise AssertionError("all steps were taken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(door, "_first", refuse)
+        patch.setattr(door, "_run_new", refuse)
         yield
 
 

@@ -428,7 +428,7 @@ def test_a_step_on_batches_that_were_seen_looks_at_none_anew(monkeypatch):
     for x, y in batches:
         state, _ = step(state, (x, y))
     before = len(traced)
-    monkeypatch.setattr(jdp._core.scatter, "_look", lambda *args, **kwargs: pytest.fail("split again"))
+    monkeypatch.setattr(jdp._core.scatter, "_kinds_of_leaves", lambda *args, **kwargs: pytest.fail("split again"))
     state, _ = step(state, one)
     state, _ = step(state, other)
     assert before and len(traced) == before
