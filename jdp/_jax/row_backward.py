@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from .jaxprs import bind, parameter
-from .row_numbers import is_largest
 from .row_values import CONST, Kind, RowValue
 
 Read = Callable[[Any, Sequence[RowValue]], list[RowValue]]
@@ -50,7 +49,7 @@ def mixes_cotangents(eqn: Any, backward: Any, values: Sequence[RowValue], read: 
     """
     inputs = [RowValue(v.kind) if v.kind in (Kind.ROWS, Kind.UNKNOWN) else CONST for v in values]
     outputs = read(parameter(eqn, "call_jaxpr"), inputs)
-    if any(v.met_all or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
+    if any(v.kind == Kind.ROWS and v.role or v.kind == Kind.UNKNOWN or v.lasting is not None for v in outputs):
         return False
     if any(v.kind == Kind.SUMMED and v.fault is not None for v in outputs):  # statistics of the rows, as a variance
         return False
@@ -79,7 +78,7 @@ def _cotangent(output: RowValue) -> RowValue:
 
 
 def _is_mixed(cotangent: RowValue) -> bool:
-    """Returns True if a gradient combines rows other than by a sum. The largest of all rows is accepted."""
+    """Returns True if a gradient combines rows other than by a sum."""
     if cotangent.kind == Kind.ROWS:
-        return cotangent.met_all or cotangent.lasting is not None
-    return cotangent.kind == Kind.SUMMED and cotangent.fault is not None and not is_largest(cotangent)
+        return cotangent.role is not None or cotangent.lasting is not None
+    return cotangent.kind == Kind.SUMMED and cotangent.fault is not None

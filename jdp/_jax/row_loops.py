@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from . import row_primitives as primitives
+from .callers import is_made_in_module
 from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan, reached
 from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either, repeated
 
@@ -97,7 +98,7 @@ def _at_end(
         elif factor == 1 and (part.kind == Kind.ROWS or part.kind == Kind.CONST and part.degree is not None):
             kind, degree = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST, part.degree
             degree, at = (None, part.at) if degree is None else (degree + 1, reader.at())
-            value = RowValue(kind, degree, fault=part.if_added_up, at=at)
+            value = RowValue(kind, degree, fault=part.if_added_up, at=at, role=reader.role_of_sum(part))
         elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
             value = RowValue(Kind.SUMMED, fault=part.lasting or Fault("pairs", reader.at(), True))
         elif factor is not None and factor != 1:
@@ -120,14 +121,30 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         return found
     after, _ = _rounds(reader, body, consts, carry, [], True)
     after = [a if x.lasting is None else repeated(x) for a, x in zip(after, found, strict=True)]
+    if goes_on.kind == Kind.SUMMED and _is_tolerance(cond_jaxpr, [*cond, *found]):
+        for i, (x, stops) in enumerate(zip(found, _stop_by_row(body), strict=True)):
+            if x.kind == Kind.ROWS and not stops and not is_made_in_module(reader.around):
+                after[i] = RowValue(Kind.ROWS, fault=x.lasting or Fault("number", reader.at(), True))
     return _at_end(reader, body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
+
+
+def _is_tolerance(cond_jaxpr: Any, values: Sequence[RowValue]) -> bool:
+    """Returns True if rows end a loop other than by an integer, such as the length of the longest."""
+    are_integers = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in opened(cond_jaxpr).invars]
+    pairs = zip(values, are_integers, strict=True)
+    return bool(reached(cond_jaxpr, [v.kind > Kind.SHARED and not is_integer for v, is_integer in pairs])[0])
+
+
+def _stop_by_row(body: Any) -> list[bool]:
+    """Returns for each output of a body whether it is a choice, as under `jax.vmap`, where each row has its own end."""
+    body = opened(body)
+    made_by = {v: eqn.params.get("name", eqn.primitive.name) for eqn in body.eqns for v in eqn.outvars}
+    return [not is_literal(v) and made_by.get(v) in ("select_n", "_where") for v in body.outvars]
 
 
 def is_as(a: RowValue, b: RowValue) -> bool:
     known = [
-        (v.kind, v.degree, v.number, v.place, v.fault and v.fault.lasts)
-        + (v.if_linear is None, v.if_multiplied is None, v.if_no_layer is None)
-        for v in (a, b)
+        (v.kind, v.degree, v.number, v.place, v.fault and v.fault.lasts, v.role, v.pending is None) for v in (a, b)
     ]
     return known[0] == known[1]
 

@@ -61,22 +61,20 @@ MOVES = PICKS | _names_in("rev concatenate pad reshape")
 PLACES = _names_in("pad dynamic_update_slice scatter cond")
 # Makes booleans of booleans.
 OF_BOOLS = _names_in("not and or xor reduce_and reduce_or")
+# Compares two operands.
+COMPARES = _names_in("eq ne lt le gt ge eq_to lt_to le_to")
 # The results have fixed limits, whatever the operands are.
-BOUNDED = OF_BOOLS | _names_in("eq ne lt le gt ge is_finite sign argmax argmin")
+BOUNDED = OF_BOOLS | COMPARES | _names_in("is_finite sign argmax argmin")
 # Not linear, but if all operands are doubled, so is the result.
 KEEP_DEGREE = _names_in(
     "abs max min clamp reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin top_k"
 )
-# Parts of a softmax, or of its logarithm.
-OF_SOFTMAX = _names_in("exp exp2 log reduce_max")
-# Compares two operands.
-COMPARES = _names_in("eq ne lt le gt ge")
 # Writes entries into an array, or combines them with its own, at indices.
 SCATTERS = _names_in("scatter scatter_add scatter_sub scatter_mul scatter_max scatter_min")
-# Makes whole numbers.
-ROUNDS = _names_in("round floor ceil")
 # Random numbers.
 DRAWS = _names_in("random_bits random_split random_gamma rng_bit_generator rng_uniform threefry2x32")
+# Powers that may be roots.
+ROOTS = _names_in("sqrt rsqrt pow")
 # The square, and other whole powers.
 POWERS = _names_in("integer_pow square")
 # Known not to be linear. A primitive that is in no table may do anything.
@@ -100,10 +98,6 @@ ELEMENTWISE = _names_in(
     "population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_fold_in "
     "random_seed random_split random_unwrap random_wrap"
-)
-# The result changes if a number is added to an operand, or divides it. Those that round are left out.
-DEPENDS_ON_SIZE = (
-    (ELEMENTWISE - BOUNDED - ROUNDS) | COMPARES | KEEP_DEGREE | _names_in("sign reduce_prod cumprod cumlogsumexp")
 )
 # Makes entries for each row of the same row's entries, if there is an axis of the rows left.
 KEEP_GIVEN = (

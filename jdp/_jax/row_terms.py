@@ -6,9 +6,8 @@ of rows, `b`. `Reader` goes through the equations once. It computes no numbers, 
 * its kind: CONST does not depend on the rows, ROWS has entries for each row, SUMMED is made of sums over the rows,
   SHARED came through a collective as a mean, UNKNOWN cannot be followed;
 * its degree, the power of `b` that it grows with: 1 of a sum over the rows and of `b` itself, 0 of their quotient;
-* its fault: the equation after which it is no longer a linear function of sums over the rows, if there is one. If rows
-  are combined with such a value, as in a BatchNorm, the result has a value for each row again, and the fault is dropped
-  unless it `lasts`.
+* its fault: the equation after which it is no longer a linear function of sums over the rows, if there is one;
+* its role: what rows become when they meet such a value again, as in a BatchNorm (`row_numbers.py`).
 
 A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is one method of `Reader`:
 
@@ -21,7 +20,7 @@ A scalar of kind SUMMED, of degree 0 and without a fault is a mean. Each rule is
     chosen             one of the cases
     BODIES             a cond is one of its branches; a loop is read again until nothing new is known of its carry
     number_of_rows     a constant that grows as `b` does
-    variance           a jnp.var over the rows is no mean, unless rows are combined with it
+    variance           a jnp.var over the rows is no mean, but rows may be divided by its root
     made, of_all_rows  all rules end here: they take the largest kind, and the fault that remains
 
 What the trace cannot follow is accepted, because a false alarm would refuse a correct loss. So no table of
@@ -46,9 +45,9 @@ from .row_loops import BODIES
 from .row_values import (
     CONST,
     UNKNOWN,
-    Blame,
     Fault,
     Kind,
+    Role,
     RowCount,
     RowValue,
     collected,
@@ -107,9 +106,6 @@ class Reader:
         for eqn in jaxpr.eqns:
             self.around.append(eqn)
             operands = [value(v) for v in eqn.invars]
-            meets = any(v.is_number for v in operands) and any(v.kind == Kind.ROWS for v in operands)
-            if meets and is_made_in_module(self.around):  # it is the model's, not the loss's
-                operands = [v._replace(is_number=False) for v in operands]
             made = self.equation(eqn, operands)
             for v, x in zip(eqn.outvars, made, strict=True):
                 is_number = x.kind == Kind.SUMMED and all(size == 1 for size in getattr(v.aval, "shape", ()))
@@ -213,15 +209,7 @@ class Reader:
                 return UNKNOWN  # a shape, as in jnp.prod(jnp.array(x.shape))
             degree = max(d for d in degrees if d is not None)  # m.sum() + 1 grows as m.sum() does
             values = [values[0]._replace(fault=values[0].fault or Fault("sum", self.at())), *values[1:]]
-        is_put_beside = name in ("concatenate", "stack") and self.of_rows(out)
-        meets = (name in primitives.ADDS or is_put_beside) and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
-        if meets:
-            values = [row_numbers.added_to_rows(v) for v in values]
         made = self.made(eqn, values, product_degree(degree, summed), out, True, summed)
-        averages = [v for v in values if row_numbers.is_average(v)] if meets else []
-        if averages:
-            kind: Blame = "nonlinear" if is_made_in_module(self.around) else "number"
-            made = made._replace(if_multiplied=Fault(kind, self.at(), averages[0].is_number))
         return made._replace(root=None, guards=False) if name in primitives.SUMS else made
 
     def indexed(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
@@ -232,10 +220,7 @@ class Reader:
         degree = sum_degree([first, *(v._replace(degree=product_degree(v.degree, summed)) for v in added)])
         if first.kind == Kind.CONST and any(v.kind == Kind.CONST and v.degree is None for v in values):
             degree = None  # picked by position
-        made = self.made(eqn, values, degree, out, linear, summed)
-        if made.kind == Kind.ROWS and (first.kind == Kind.SUMMED or not linear):
-            return row_numbers.picked_for_rows(first, made, self.at())
-        return made
+        return self.made(eqn, values, degree, out, linear, summed)
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns the result of a primitive that is not linear, or not known: rows stay rows, a sum gets a fault."""
@@ -246,19 +231,8 @@ class Reader:
         if name == "top_k" and values[0].kind == Kind.ROWS and values[0].fault is None and eqn.invars[0].aval.ndim == 1:
             values = [values[0]._replace(fault=Fault("nonlinear", self.at(), True))]  # the largest of all rows
         made = self.made(eqn, values, degree, out, False)
-        if is_square and values[0].if_multiplied is not None and row_numbers.makes_variance(eqn, values[0]):
-            made = made._replace(if_linear=Fault("number", self.at()))  # its mean is a variance
-        if name in ("exp", "exp2"):
-            made = row_numbers.shifted_by_largest(values[0], made, self.at())
-        meets = name in primitives.COMPARES and {v.kind for v in values} == {Kind.ROWS, Kind.SUMMED}
-        if meets and made.degree == 0 and any(map(row_numbers.is_threshold, values)):
-            made = made._replace(if_linear=Fault("nonlinear", self.at()))
         if name not in primitives.NONLINEAR and made.kind > Kind.SHARED and (made.kind != Kind.ROWS or degree is None):
             return UNKNOWN
-        exponent = getattr(eqn.invars[-1], "val", -1) if name == "pow" else eqn.params.get("y", 2)
-        inverse = name == "rsqrt" or name in ("pow", "integer_pow") and exponent < 0
-        inverse = inverse or name in ("max", "min", "clamp") and any(v.inverse for v in values)
-        made = made._replace(inverse=inverse and made.kind == Kind.SUMMED)
         return made._replace(guards=_guards(eqn, name, values), root=values[0] if name == "sqrt" else None)
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
@@ -275,8 +249,8 @@ class Reader:
         return [self.variance(v) for v in found] if name == "_var" else found
 
     def variance(self, value: RowValue) -> RowValue:
-        """Returns a variance, with a fault if it is one over the rows; a BatchNorm combines it with rows again."""
-        is_of_rows = value.kind == Kind.SUMMED and value.fault is None
+        """Returns a variance, with a fault if it is one over the rows; a BatchNorm divides rows by its root."""
+        is_of_rows = value.kind == Kind.SUMMED and (value.fault is None or value.role == "deviation")
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
     def degree(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> int | None:
@@ -329,9 +303,6 @@ class Reader:
         if name == "div":
             degree = None if a.degree is None or b.degree is None else a.degree - b.degree
             a, b = row_numbers.quotient(a, b, degree, self.at()) if b.kind == Kind.SUMMED else (a, b)
-        meets = Kind.SUMMED in (a.kind, b.kind) and (Kind.ROWS in (a.kind, b.kind) or values[1].kind == Kind.SUMMED)
-        waits = meets or any(v.if_linear or v.if_multiplied or v.if_no_layer or v.inverse for v in values)
-        a, b = row_numbers.in_product(name, a, b, self.at()) if waits else (a, b)
         if Kind.ROWS in (a.kind, b.kind):  # the fault of a constant (b - 1) remains when rows are multiplied by it
             faults = [v.fault and v.fault._replace(lasts=v.fault.lasts or v.kind == Kind.CONST) for v in (a, b)]
             a, b = a._replace(fault=faults[0]), b._replace(fault=faults[1])
@@ -341,8 +312,7 @@ class Reader:
             a = a._replace(fault=Fault("pairs", self.at(), True))
         counts = [v.kind for v in values if v.degree == 1 and v.fault is None and v.kind in (Kind.CONST, Kind.SUMMED)]
         made = self.made(eqn, [a, b], degree, out, linear, summed)
-        made = made._replace(meant=min(counts) if name == "mul" and counts else None)
-        return row_numbers.normalized(name, values[0], values[1], made) if waits else made
+        return made._replace(meant=min(counts) if name == "mul" and counts else None)
 
     def made(
         self, eqn: Any, values: list[RowValue], degree: int | None, out: Any, linear: bool, summed: int = 0
@@ -350,8 +320,8 @@ class Reader:
         """Returns the result of an equation: of the largest kind of its operands, with the fault that remains.
 
         `linear` says that the result is linear in the operands that are sums, `summed` how many axes of the rows the
-        equation sums over. A result of sums that is not linear has a fault. If rows are combined with a faulty value,
-        the fault is dropped unless it lasts. A result with two axes of the rows has a value for each pair of rows.
+        equation sums over. A result of sums that is not linear has a fault. If rows meet such a result, their role and
+        their fault are those of `row_numbers.py`. A result with two axes of the rows has a value for each pair of rows.
         """
         kind = max((v.kind for v in values), default=Kind.CONST)
         if kind == Kind.UNKNOWN:
@@ -362,8 +332,10 @@ class Reader:
         pairs = len(rows) > 1 or moves and kind == Kind.ROWS and row_pairs.meets_elsewhere(self, values, linear)
         whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         place = self.place(eqn, values, rows, out) if moves or kind == Kind.CONST else 0
+        is_picked = whole and eqn.primitive.name in primitives.PICKS  # one row
+        role, pending = (None, None) if is_picked else self.met(eqn, values, linear)
         if len(values) == 1 and linear and not (summed or pairs or whole):
-            return values[0]._replace(joined=joined, place=place)
+            return values[0]._replace(joined=joined, place=place, role=role, pending=pending)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
         any_fault = next((v.fault for v in values if v.fault is not None), None)
         lasts = lasting(values)
@@ -371,27 +343,38 @@ class Reader:
             number = 0.0 if linear and all(v.number == 0 for v in values) else None
             return RowValue(kind, degree, number, any_fault, at, place=place)
         if kind == Kind.SUMMED:
-            return RowValue(kind, degree, None, self.fault_of_sums(eqn, lasts or any_fault, degree, linear), at)
-        # Rows are combined with something made of all rows, as in a BatchNorm: accepted, if they are not just added.
-        waits = linear and any(v.if_linear or v.if_multiplied for v in values)
-        if_linear, if_multiplied = row_numbers.still_linear(values) if waits else (None, None)
+            fault = self.fault_of_sums(eqn, lasts or any_fault, degree, linear)
+            return RowValue(kind, degree, None, fault, at, role=role)
         fault = lasts or (Fault("pairs", self.at(), True) if pairs else None)
         if fault is None and any_fault is not None:
             fault = row_numbers.meets_one_row(eqn, values, rows)
+        if role is None and pending is not None:
+            fault, pending = fault or pending, None
+        made = RowValue(kind, degree, None, fault, at, joined=joined, place=place, role=role, pending=pending)
         if whole:
-            fault = fault or if_linear or next(filter(None, (v.if_no_layer for v in values)), None)
+            if pending is not None and (fault := made.if_added_up) is not None:
+                fault = fault._replace(lasts=made.lasting is not None)
             value = RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined, place=values[0].place)
+            value = value._replace(role=self.role_of_sum(made))
             return self.of_all_rows(eqn, values, value, summed, out)
-        drawn = all(v.drawn for v in values if v.kind == Kind.ROWS)
-        made = RowValue(
-            kind, degree, None, fault, at, drawn=drawn, joined=joined, if_linear=if_linear, if_multiplied=if_multiplied
-        )
-        made = made._replace(place=place, scaled=any(v.scaled for v in values))
+        made = made._replace(drawn=all(v.drawn for v in values if v.kind == Kind.ROWS))
         if eqn.primitive.name in primitives.KEEP_GIVEN:  # and no constant is a position
             made = made._replace(given=all(v.given or v.kind == Kind.CONST and v.degree is not None for v in values))
-        if any(v.if_linear or v.if_multiplied or v.if_no_layer or v.kind == Kind.SUMMED for v in values):
-            made = made._replace(if_no_layer=row_numbers.without_a_layer(eqn, values, linear, self.at()))
-        return made._replace(met_all=any(v.met_all or v.kind == Kind.SUMMED for v in values))
+        return made
+
+    def met(self, eqn: Any, values: Sequence[RowValue], linear: bool) -> row_numbers.Met:
+        """Returns the role and the pending fault of a result that numbers of all rows are in; see `row_numbers.py`."""
+        has_role, kinds = any(v.role is not None for v in values), {v.kind for v in values}
+        if Kind.ROWS in kinds and (has_role or Kind.SUMMED in kinds):
+            return row_numbers.of_rows(values, linear, self.around)
+        may_be_root = Kind.SUMMED in kinds and eqn.primitive.name in primitives.ROOTS
+        return row_numbers.of_numbers(eqn, values) if has_role or may_be_root else None, None
+
+    def role_of_sum(self, value: RowValue) -> Role | None:
+        """Returns the role of a sum over these rows: that of squares of centred rows is a variance."""
+        stacks = [getattr(getattr(eqn, "source_info", None), "name_stack", "") for eqn in self.around]
+        is_backward = any("transpose(jvp(" in str(stack) for stack in stacks)  # made by a gradient
+        return "gradient" if is_backward else "deviation" if value.role == "spread" else None
 
     def fault_of_sums(self, eqn: Any, fault: Fault | None, degree: int | None, linear: bool) -> Fault | None:
         """Returns the fault of a result that is made of sums over the rows; `fault` is an operand's, if any has one."""
@@ -435,12 +418,9 @@ class Reader:
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
         """Returns a choice among cases: its degree is theirs, and if a sum over the rows decides, it is no mean."""
         if which.guards:  # it replaces entries that are not finite
-            which = which._replace(fault=None, met_all=False) if which.kind == Kind.ROWS else CONST
+            which = which._replace(fault=None, role=None, pending=None) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)
-        made = self.made(eqn, [*cases, which], degree, out, True)
-        if any(v.kind == Kind.SUMMED for v in (which, *cases)):
-            made = row_numbers.chosen_for_rows(which, cases, made, self.at())
-        return made._replace(inverse=made.kind == Kind.SUMMED and any(v.inverse for v in cases))
+        return self.made(eqn, [*cases, which], degree, out, True)
 
 
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:

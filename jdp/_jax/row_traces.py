@@ -132,9 +132,8 @@ class Traced:
                 fault = value.fault if kind == "vector" and value.kind == Kind.SUMMED else value.if_added_up
                 if fault is not None and fault.kind == "sum" and value.degree is None:
                     fault = fault._replace(kind="count")  # of positions, as jnp.linspace divides them by b - 1
-                centred = value.if_multiplied if kind == "rows" else None
-                if fault is None and centred is not None and centred.lasts:  # by one number: right in a mean alone
-                    fault = centred
+                if fault is None and kind == "rows":
+                    fault = value.pending  # right in a mean alone
                 if fault is None and value.kind == Kind.SUMMED and kind == "rows":
                     fault = Fault("pairs", value.at)  # one number of all rows, in each of them
                 if fault is None and value.degree != 0:

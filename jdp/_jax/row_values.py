@@ -27,6 +27,19 @@ Entries = Literal["row", "column", "diagonal", "pairs"]
 its two rows and nothing else."""
 
 
+Role = Literal[
+    "met", "normed", "by number", "shifted", "scaled", "centred", "spread", "deviation", "inverse", "gradient"
+]
+"""What rows have become that met a number of all rows, or what such a number is.
+
+Rows that have "met" it as they may are accepted, whatever follows. Others are "normed" by a deviation for each feature,
+or "by number", by one for all features; "shifted" by one number that was added to them; "scaled" by one number, as the
+exponentials of shifted rows are; "centred" by means; "spread", as the squares of centred rows are.
+
+A number is a "deviation", which may divide rows, its "inverse", or made of the "gradient" of parameters.
+"""
+
+
 class Kind(enum.IntEnum):
     """How a value depends on the rows. A result is of the largest kind of its operands, if no rule says otherwise."""
 
@@ -83,14 +96,8 @@ class RowValue(NamedTuple):
     joined: bool = False  # has the rows of several arrays one after the other, along their axis
     place: Any = 0  # which row each entry is made of, 0 for the one at its own position; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
-    # Possible faults of rows that were combined with a number of all rows. It depends on what follows
-    # (`row_numbers.py`).
-    if_linear: Fault | None = None  # a fault if all that follows is linear
-    if_multiplied: Fault | None = None  # a fault if other rows multiply these, which the number has centred
-    if_no_layer: Fault | None = None  # a fault if no layer follows the nonlinear function that has taken both
-    met_all: bool = False  # rows that were combined with something made of all rows
-    scaled: bool = False  # rows that were divided by something made of all rows, as in a BatchNorm
-    inverse: bool = False  # was divided by something made of all rows that is no mean, as by a root of a variance
+    role: Role | None = None  # what rows have become that met a number of all rows, or what such a number is
+    pending: Fault | None = None  # of rows that met such a number: the fault unless what follows suits their role
     padded: bool = False  # has zeros before or after its rows, which add nothing to a sum
     picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty if it is not known which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
@@ -110,7 +117,8 @@ class RowValue(NamedTuple):
     @property
     def if_added_up(self) -> Fault | None:
         """The fault of a sum over these rows."""
-        return self.lasting or self.if_linear or self.if_no_layer
+        is_fault = self.pending is not None and (self.pending.lasts or self.role not in ("shifted", "centred"))
+        return self.lasting or (self.pending if is_fault else None)
 
 
 ROUND = "round"
@@ -184,6 +192,7 @@ def either(a: RowValue, b: RowValue) -> RowValue:
         return UNKNOWN
     degrees = {v.degree for v in (a, b) if v.number != 0} or {0}
     places = {v.place for v in (a, b) if v.kind == Kind.ROWS} or {0}
+    met = next((v for v in (a, b) if v.pending is not None), a if a.role is not None else b)
     return RowValue(
         max(a.kind, b.kind),
         degrees.pop() if len(degrees) == 1 else None,
@@ -193,10 +202,8 @@ def either(a: RowValue, b: RowValue) -> RowValue:
         share=a.share or b.share,
         joined=a.joined or b.joined,
         place=places.pop() if len(places) == 1 else None,
-        if_linear=a.if_linear or b.if_linear,
-        if_multiplied=a.if_multiplied or b.if_multiplied,
-        if_no_layer=a.if_no_layer or b.if_no_layer,
-        met_all=a.met_all or b.met_all,
+        role=met.role,
+        pending=met.pending,
     )
 
 

@@ -36,7 +36,8 @@ IN_TRAINING = f"pass the loss as {ON_BATCH}, and such metrics from there"
 IN_EVALUATION = "return an entry for each row, and compute it from those of all rows, which come back as one array"
 _FIRST = {
     "row": "If all rows are equal, pass that array once and whole (in_axes=None); else ",
-    "number": "If the parameters are not in that number, pass it in the batch as a 0-d array; else ",
+    "number": "If the parameters are not in that number, pass it in the batch as a 0-d array; if it is the model's, "
+    "compute it in a module; else ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "part": "Multiply by a mask that comes with the batch, and return jdp.Mean(total, mask.sum()), or ",
     "count": "Pass the number of all rows with the batch, as a 0-d array, or their positions (np.arange(len(x))), or ",
