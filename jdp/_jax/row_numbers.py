@@ -22,7 +22,7 @@ from typing import Any
 from . import row_primitives as primitives
 from .callers import is_made_in_module
 from .jaxprs import parameter
-from .row_values import CONST, Fault, Kind, Role, RowCount, RowValue
+from .row_values import CONST, Fault, Kind, Role, RowCount, RowValue, furthest
 
 Met = tuple[Role | None, Fault | None]
 """The role of a result and its pending fault. A fault without a role remains, whatever follows."""
@@ -42,11 +42,12 @@ def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> 
 
 
 def writes_one_row(eqn: Any, values: Sequence[RowValue], rows: RowCount) -> bool:
-    """Returns True if a scatter writes a constant into particular rows, or adds it to them, as `x.at[0].set(0)` does.
+    """Returns True if a scatter writes into particular rows, or adds to them, as `x.at[0].set(0)` does.
 
     Then the axis of the rows is indexed, and the indices do not have one for each row.
     """
-    if [v.kind for v in values] != [Kind.ROWS, Kind.CONST, Kind.CONST] or rows.axes(eqn.invars[1]):
+    array, places, written = (v.kind for v in values)
+    if (array, places) != (Kind.ROWS, Kind.CONST) or written == Kind.ROWS or rows.axes(eqn.invars[1]):
         return False
     indexed = parameter(eqn, "dimension_numbers").scatter_dims_to_operand_dims
     return not {*rows.axes(eqn.invars[0])}.isdisjoint(indexed)
@@ -151,23 +152,23 @@ def _with_summand(name: str, met: Met, number: RowValue, is_subtracted: bool, at
     return "centred", pending._replace(at=at)
 
 
-def _are_of_one(a: Fault, b: Fault | None) -> bool:
+def _are_of_one(a: Fault | None, b: Fault | None) -> bool:
     """Returns True for two faults of the same equation, in the same call."""
-    return b is not None and [*map(id, a.at)] == [*map(id, b.at)]
+    return a is not None and b is not None and [*map(id, a.at)] == [*map(id, b.at)]
 
 
 def _without_numbers(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Met:
     """Returns what rows become that have met numbers before, and now meet constants and rows."""
     name = eqn.primitive.name.replace("-", "_")
-    waits: list[tuple[Role | None, Fault]] = [(v.role, v.pending) for v in values if v.pending is not None]
-    if not waits:
+    met = furthest(values)
+    if met is None or met.pending is None:
         return "normed" if _are_normed(values) else "met", None
-    others = [v for v in values if v.pending is None]
-    role, pending = max(waits, key=lambda met: (_ORDER.index(met[0]), met[1].lasts))
+    role, pending = met.role, met.pending
+    waits, others = [v for v in values if v.pending is not None], [v for v in values if v.pending is None]
     if name == "select_n":
         which, linear = values[-1], values[-1].pending is None
         others = [v for v in others[:-1] if linear and not which.guards and not _is_left_out(v, role)]
-    is_one = all(before == role and _are_of_one(fault, pending) for before, fault in waits)
+    is_one = all(v.role == role and _are_of_one(v.pending, pending) for v in waits)
     if is_one and not others and role in _TAKES_AWAY:
         if name == _TAKES_AWAY[role] or name in _FINDS:
             return "met", None
@@ -176,13 +177,12 @@ def _without_numbers(eqn: Any, values: Sequence[RowValue], linear: bool, at: tup
     if role == "scaled":
         keeps = _stay_scaled(name, values, others, linear, is_one)
         return ("shifted", pending) if name == "log" else (role if keeps else None, pending._replace(lasts=True))
-    if name in primitives.LAYERS and role != "spread" and all(v.kind <= Kind.SHARED for v in others):
+    if name in primitives.LAYERS and role != "spread" and [v.kind <= Kind.SHARED for v in others] == [True]:
         return "met", None
     shifted = _shifted(eqn, name, values, pending, at) if role == "shifted" and len(waits) == 1 else None
     return shifted or _centred(name, values, others, linear, role, pending)
 
 
-_ORDER: tuple[Role | None, ...] = ("shifted", "centred", "by number", "spread", "scaled")
 _TAKES_AWAY: dict[Role | None, str] = {"shifted": "sub", "scaled": "div"}
 _FINDS = primitives.COMPARES | {"argmax", "argmin", "is_finite"}
 _KEEP_ALL = frozenset(["max", "min", "reduce_max", "reduce_min", "concatenate", "stack", "select_n"])

@@ -1,10 +1,10 @@
 """The rules for rows that are combined with rows at other positions (`v - jnp.roll(v, 1)`), and for pairs of all rows.
 
 `RowValue.place` says which row the entry at position i is made of: row i (0), row i + k (the number k), the row at
-position i from the end (TURNED), a row in an order that is computed from the positions (ORDERED), or the row that a
-round of a loop takes (ROUND); None if that is lost. After `x.reshape(2, -1)` the halves of the rows are side by side
-(BLOCKS). If two values with different places are combined, rows are combined with other rows. An array of positions,
-such as `arange(b)`, has the place 0, TURNED or ORDERED.
+position i from the end (TURNED; with these shifted by k, the pair of TURNED and k), a row in an order that is computed
+from the positions (ORDERED), or the row that a round of a loop takes (ROUND); None if that is lost. After
+`x.reshape(2, -1)` the halves of the rows are side by side (BLOCKS). If two values with different places are combined,
+rows are combined with other rows. An array of positions, such as `arange(b)`, has the place 0, TURNED or ORDERED.
 
 A matrix may have an entry for each pair of rows. If each entry is made of its two rows and of nothing else, the
 diagonal has an entry for each row, made of that row alone, as in `jnp.diag(x @ z.T)`. `jnp.diagonal` is recognised by
@@ -209,7 +209,10 @@ def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence
         by = sum(parameter(eqn, "sizes")[: eqn.outvars.index(out)])
     elif name in ("gather", "dynamic_slice"):
         by = _start(rows, eqn, values)
-    return place if isinstance(place, str) else by if by is None else rows.remainder(place + by)
+    if by and (place == TURNED or isinstance(place, tuple)):
+        by = rows.remainder(by + (place[1] if isinstance(place, tuple) else 0))
+        return (TURNED, by) if by else TURNED
+    return place if isinstance(place, str | tuple) else by if by is None else rows.remainder(place + by)
 
 
 def _reshaped(rows: RowCount, eqn: Any, place: Any) -> Any:
@@ -327,7 +330,7 @@ def _loses_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue],
     A result has an entry for each row again, but the entries are those of other positions. After `jnp.roll` all of the
     rows are there.
     """
-    is_shifted = made.place not in (0, None) and hasattr(made.place, "__index__")
+    is_shifted = isinstance(made.place, tuple) or made.place not in (0, None) and hasattr(made.place, "__index__")
     if made.kind != Kind.ROWS or not is_shifted or rows.parts(eqn.outvars[0]):
         return False
     if name in ("concatenate", "pad"):

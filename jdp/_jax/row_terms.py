@@ -268,7 +268,8 @@ class Reader:
             of_rows = any(v.kind == Kind.ROWS for v in values)
             of_places = any(v.kind == Kind.CONST and v.degree is None for v in values)
             sides = [v for v in values if (v.number != 0 or of_places) and not (of_rows and v.kind == Kind.CONST)]
-            return 0 if len({v.degree for v in sides}) < 2 else None
+            is_by_place = any(v.kind == Kind.ROWS and v.degree is None for v in values)  # `x * arange(b) > 0`
+            return 0 if len({v.degree for v in sides}) < 2 and not is_by_place else None
         if name in primitives.KEEP_DEGREE:
             return sum_degree(values, 1)
         if name in primitives.POWERS and None not in degrees:

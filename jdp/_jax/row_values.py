@@ -186,13 +186,22 @@ def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
     return (RowValue(Kind.SHARED) if is_mean else UNKNOWN)._replace(added=added)
 
 
+_ORDER: tuple[Role | None, ...] = ("shifted", "centred", "by number", "spread", "scaled")
+
+
+def furthest(values: Sequence[RowValue]) -> RowValue | None:
+    """Returns the value with a pending fault whose role allows least to follow; None if no fault is pending."""
+    waits = [v for v in values if v.pending is not None]
+    return max(waits, key=lambda v: (_ORDER.index(v.role), v.pending is not None and v.pending.lasts), default=None)
+
+
 def either(a: RowValue, b: RowValue) -> RowValue:
     """Returns what is known of a value that is one of the two."""
     if Kind.UNKNOWN in (a.kind, b.kind):
         return UNKNOWN
     degrees = {v.degree for v in (a, b) if v.number != 0} or {0}
     places = {v.place for v in (a, b) if v.kind == Kind.ROWS} or {0}
-    met = next((v for v in (a, b) if v.pending is not None), a if a.role is not None else b)
+    met = furthest([a, b]) or (a if a.role is not None else b)
     return RowValue(
         max(a.kind, b.kind),
         degrees.pop() if len(degrees) == 1 else None,

@@ -900,6 +900,7 @@ REFUSED = {
         lambda x: x.at[-1].set(0).mean(),
         lambda x: x.at[:2].add(1.0).mean(),
         lambda x: x.at[jnp.array([0, 2])].multiply(2.0).mean(),
+        lambda e: (2 * e).at[0].set(e[0]).mean(),
     ],
     "sum": [
         lambda e: e.sum(),
@@ -955,6 +956,7 @@ REFUSED = {
         lambda e: jnp.where(jnp.arange(e.shape[0]) == 0, 0.0, e).mean(),
         lambda e: (e * jnp.arange(e.shape[0])).mean(),
         lambda e: jnp.where(jnp.arange(e.shape[0]) < 4, e, 0.0).mean(),
+        lambda e: jnp.where(e * jnp.arange(e.shape[0]) > 0, 2 * e, e).mean(),
     ],
     "ratio": [
         lambda e, m: (e * m).sum() / m.sum(),
@@ -1048,6 +1050,8 @@ REFUSED = {
         twice,
     ],
     "number": [
+        lambda x, w: ((h := x @ w - (x @ w).mean(0)).T @ h / x.shape[0]).mean(),
+        lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c + x), x - x.mean(0)).mean(),
         lambda x: (x / jnp.exp(x.mean(0))).mean(),
         lambda x, z: (x / (1 + z.mean(0) ** 2)).mean(),
         lambda x: jnp.tanh(x / jnp.abs(x).mean(0)).mean(),
@@ -1182,6 +1186,8 @@ REFUSED = {
         lambda e: jax.nn.relu(e * e.max()).mean(),
     ],
     "pairs": [
+        lambda e: jnp.diff(e[::-1], append=0.0).mean(),
+        lambda e: (jnp.pad(e[::-1], (1, 0))[:-1] ** 2).mean(),
         lambda e: (jnp.digitize(e, jnp.quantile(e, jnp.array([0.3, 0.7]))) * e).mean(),
         lambda x, y: jnp.take_along_axis(x, y[::-1, None], 1).mean(),
         lambda x, y: jnp.take_along_axis(x, jnp.roll(y, 1)[:, None], 1).mean(),
