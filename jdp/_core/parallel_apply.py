@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,6 +237,7 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
     @functools.lru_cache(SIZES)
     def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
         run = call_of(signature, replica)
+        own, given = (functools.partial(replica_context, signature.layout.mesh, under_mesh=x) for x in (False, True))
 
         def traced(context: Callable[[], Any], operands: Sequence[Any]) -> Outputs:
             try:
@@ -247,15 +249,15 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
             return returned(out, signature.layout, operands)
 
         def call(*operands: Any) -> Outputs:
-            context = functools.partial(replica_context, signature.layout.mesh)
-            return with_adjoints_in(context, functools.partial(traced, context))(operands)
+            if "equinox" in sys.modules:
+                return with_adjoints_in(own, functools.partial(traced, own))(operands)
+            return traced(own, operands)
 
         def call_under_mesh(*operands: Any) -> Outputs:
-            return traced(arrays_on_its_mesh, operands)
+            return traced(given, operands)
 
         call.__name__ = call_under_mesh.__name__ = label
-        # Jitted, so that fn is traced once for all programs around it: for batches from the host and for those
-        # on the devices already, with and without a gradient.
+        # Jitted, so that fn is traced once for all programs around it, whatever the batch and with a gradient or not.
         return _either(jax.jit(call), jax.jit(call_under_mesh))
 
     return body
@@ -288,7 +290,7 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
             "own takes it from there. Leave mesh= out, and name the replica's axes: "
             "jax.shard_map(f, axis_names={...}, in_specs=..., out_specs=...)."
         )
-    if (is_of_a_mesh or _NOT_TO_CUT in text_of(error)) and not layout.mesh.inner_axes:
+    if (is_of_a_mesh or "shard_map applied to the function" in text_of(error)) and not layout.mesh.inner_axes:
         error.add_note(
             "jdp.parallel_apply: inside of a replica, which is one device, a shard_map of the model's own has nothing "
             "to split. Call the function without shard_map, on the chunk."
@@ -332,7 +334,6 @@ def explain_values(error: Exception, who: str) -> None:
 
 _OF_TWO_MESHES = "Mesh for all inputs", "should match the mesh of sharding"  # JAX's words
 _OTHER_MESH = _OF_TWO_MESHES[0], "should match the mesh passed to shard_map"
-_NOT_TO_CUT = "shard_map applied to the function"
 _NO_AXES = AbstractMesh((), ())
 
 # The meshes of the replicas that this thread traces, one inside of another; None for a replica of one device.

@@ -23,7 +23,7 @@ from jax.core import Tracer
 
 from .._jax.private import trace_state_clean
 from .layout import Layout, Tree
-from .replica_mesh import ReplicaMesh
+from .replica_mesh import ReplicaMesh, settings
 from .scattered import Scattered, concrete
 
 K = TypeVar("K")
@@ -145,10 +145,9 @@ def arguments_of_this_jit_need_jdp_replicate(program: Any, operands: Sequence[An
 
 def is_plain() -> bool:
     """Returns True if a call now runs a compiled program, and is no part of another."""
-    return trace_state_clean() and not _settings.jax_disable_jit
+    return trace_state_clean() and not settings.jax_disable_jit
 
 
-_settings: Any = jax.config
 # Not a dict with weak keys: it compares them by value, and Linen modules need not be hashable.
 _made: dict[int, tuple[Callable[[], Any], dict[Hashable, Any]]] = {}
 MOST_HELD = 16

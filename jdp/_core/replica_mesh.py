@@ -229,7 +229,7 @@ def replicas_on(jax_mesh: Any) -> tuple[set[int], bool]:
 
 
 _NO_MESH = Mesh(np.empty((), object), ())
-_settings: Any = jax.config
+settings: Any = jax.config  # the types of JAX do not know its names
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
@@ -293,7 +293,7 @@ def hides_nonfinite(error: BaseException | None) -> bool:
 
 def searches() -> bool:
     """Returns True if JAX is told to look for what is not finite (`jax_debug_nans`, `jax_debug_infs`)."""
-    return _settings.jax_debug_nans or _settings.jax_debug_infs
+    return settings.jax_debug_nans or settings.jax_debug_infs
 
 
 @contextlib.contextmanager
@@ -306,7 +306,7 @@ def _searching() -> Iterator[None]:
     if not searches():
         yield
         return
-    with jax.debug_nans(_settings.jax_debug_nans), jax.debug_infs(_settings.jax_debug_infs):
+    with jax.debug_nans(settings.jax_debug_nans), jax.debug_infs(settings.jax_debug_infs):
         yield
 
 
@@ -356,7 +356,7 @@ def _without_own_frames(error: Exception) -> types.TracebackType | None:
     files = [x.tb_frame.f_code.co_filename for x in frames]
     last = max((i for i, file in enumerate(files) if file.startswith(_OWN)), default=-1)
     is_of_user = any(not file.startswith(_LIBRARIES) for file in files[last + 1 :])
-    if _settings.jax_traceback_filtering == "off" or not (is_of_user or text_of(error).startswith("jdp.")):
+    if settings.jax_traceback_filtering == "off" or not (is_of_user or text_of(error).startswith("jdp.")):
         return error.__traceback__
     for x, file in zip(frames[::-1], files[::-1], strict=True):
         if not file.startswith(_OWN):

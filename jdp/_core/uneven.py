@@ -27,12 +27,11 @@ from .._jax.row_places import keeps_places
 from .._jax.segments import Segmented, segmented
 from .layout import Cut, Layout, is_key
 from .outputs import Marked, Outputs, output_path
-from .replica_mesh import HALVES, ReplicaMesh
+from .replica_mesh import HALVES, ReplicaMesh, settings
 from .scattered import Signature, value_of_replica
 from .shards import as_used
 
 BodyOf = Callable[[int], Callable[..., Outputs]]
-_settings: Any = jax.config
 
 
 def is_uneven(signature: Signature) -> bool:
@@ -63,7 +62,7 @@ def run_chunks(
     if gather_as_used and signature.holds_shards:
         out = as_used(body_of(0), operands, signature)
     else:
-        if not _settings.jax_disable_jit:  # the body is jitted, so this trace serves the call below, too
+        if not settings.jax_disable_jit:  # the body is jitted, so this trace serves the call below, too
             _refuse_what_needs_devices(jax.make_jaxpr(body_of(0))(*operands), signature.layout.mesh)
         out = body_of(0)(*operands)
     sizes = tuple((x.shape[r.axis],) * n if _is_cut(x, r) else () for x, r in zip(out.values, out.rules, strict=True))

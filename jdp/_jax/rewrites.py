@@ -8,7 +8,6 @@ around some equations, so that the code before and after these can be run separa
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,12 +73,8 @@ def with_adjoints_in(context: Callable[[], Any], call: Callable[[Any], Any]) -> 
     """
 
     def run(operands: Any) -> Any:
-        if "equinox" not in sys.modules:
-            return call(operands)
         jaxpr, out = jax.make_jaxpr(call, return_shape=True)(operands)
-        if not any(e.primitive.name == "custom_vjp_call" and is_made_by(e, "equinox") for e in equations(jaxpr)):
-            return call(operands)
-        again = jax.extend.core.jaxpr_as_fun(jaxpr)
+        again = jax.extend.core.jaxpr_as_fun(jaxpr)  # and not `call`, which would be traced twice
         passed = jax.custom_vjp(again)
 
         def backward(operands: Any, cotangents: Any) -> Any:
@@ -87,7 +82,8 @@ def with_adjoints_in(context: Callable[[], Any], call: Callable[[Any], Any]) -> 
                 return jax.vjp(again, *operands)[1](cotangents)
 
         passed.defvjp(lambda *operands: (again(*operands), operands), backward)
-        return jax.tree.unflatten(jax.tree.structure(out), passed(*operands))
+        is_held = any(e.primitive.name == "custom_vjp_call" and is_made_by(e, "equinox") for e in equations(jaxpr))
+        return jax.tree.unflatten(jax.tree.structure(out), (passed if is_held else again)(*operands))
 
     return run
 

@@ -40,7 +40,7 @@ from .._core.programs import (
     refuse_freed,
     stepped,
 )
-from .._core.replica_mesh import ReplicaMesh, forked_from, hides_nonfinite, searches
+from .._core.replica_mesh import ReplicaMesh, forked_from, hides_nonfinite, searches, settings
 from .._core.scatter import as_scattered
 from .._core.scattered import Scattered, map_scattered, placed
 from .._core.unread import Reads, unread
@@ -364,7 +364,8 @@ def run_known_step(
     program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
-    if forked_from or is_watched() or searches() or not jax.sharding.get_abstract_mesh().empty:
+    searches_here = settings.jax_debug_nans or settings.jax_debug_infs
+    if forked_from or is_watched() or searches_here or not jax.sharding.get_abstract_mesh().empty:
         return None
     try:
         found = None if type(batch) in NESTED and is_deep(batch) else _known_step(program, state, batch)
