@@ -95,6 +95,7 @@ def test_the_interval_has_the_median_in_it_and_the_luck_of_the_starts(against):
     assert high - low > 0.3
 
 
+@pytest.mark.full
 def test_a_process_with_the_jdp_of_another_tree_is_refused(against, tmp_path):
     tree = against.Tree(BENCHMARKS.parent, "host_cost", "10", 1)
     try:

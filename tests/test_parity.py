@@ -82,6 +82,7 @@ def test_every_row_is_in_its_section_once():
     }
 
 
+@pytest.mark.full
 @pytest.mark.budget(8)  # it reads all tests
 def test_every_line_says_what_became_of_it_and_names_tests_that_exist():
     names = {}
@@ -214,6 +215,7 @@ def test_sparse_arrays_are_refused(devices):
         jdp.DataParallel(lambda w, m: m @ w, devices[:2])(ramp(8, 2), sparse.BCOO.fromdense(jnp.eye(8)))
 
 
+@pytest.mark.full
 def test_nothing_waits_for_the_garbage_collector(devices):
     gc.collect()
     gc.disable()

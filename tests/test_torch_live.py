@@ -47,6 +47,7 @@ def ramp(*shape):
 # -- agreement
 
 
+@pytest.mark.full
 def test_committed_vectors_are_what_torch_says():
     for name, content in make_golden.golden().items():
         if name.endswith(".json"):

@@ -764,6 +764,7 @@ def test_the_directory_itself_may_be_a_link(tmp_path):
     assert restored(tmp_path / "link") == restored(tmp_path / "real") == 1
 
 
+@pytest.mark.full
 def test_data_that_could_not_be_read_back_is_not_saved(tmp_path, refused):
     with jdp.Checkpointer(tmp_path) as checkpointer:
         with refused(ValueError, "Checkpointer", match="as JSON; they are read back if they are at most 32 MiB"):

@@ -231,6 +231,7 @@ def test_data_is_that_of_the_call():
     assert kept == {"losses": [1.5], "at": {"row": 3}}
 
 
+@pytest.mark.full
 def test_a_child_that_is_forked_leaves_the_saves_of_its_parent_alone(tmp_path):
     """It does not wait for them, and says nothing of them; its parent does."""
     script = """

@@ -680,7 +680,7 @@ def one_more(folder, kind, devices, replicas):
         return number
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.budget(4)  # five runs, each with a checkpoint
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_another_number_of_replicas_is_warned_of(tmp_path, devices, kind):
@@ -694,6 +694,7 @@ def test_another_number_of_replicas_is_warned_of(tmp_path, devices, kind):
         assert run_of(tmp_path, kind, devices[:4], 8) == 5
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_before_replicas_were_recorded(tmp_path, devices):
     run_of(tmp_path, "linen", devices[:2], 4)
     change_manifest(tmp_path / "1", lambda content: content.pop("replicas"))

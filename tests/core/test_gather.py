@@ -249,6 +249,7 @@ def test_a_refused_gather_changes_nothing(same, devices):
     same(outputs, [{"y": rows(2)}, {"y": rows(2).astype(np.int32)}])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_accelerators_send_their_parts_to_one_another(monkeypatch, n, rows):

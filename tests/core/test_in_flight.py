@@ -147,6 +147,7 @@ def test_virtual_cpu_devices_sets_up_devices_and_threads():
     assert run(code) == "3 6"
 
 
+@pytest.mark.full
 def test_virtual_cpu_devices_wins_over_the_older_flag():
     code = "import jdp; jdp.virtual_cpu_devices(3); import jax; print(len(jax.devices()))"
     assert run(code, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "3"
@@ -200,6 +201,7 @@ def test_the_error_of_an_earlier_call_names_it():
         assert dp(2.0, x).tolist() == [2.0] * 8
 
 
+@pytest.mark.full
 def test_virtual_cpu_devices_says_so_when_jax_has_started():
     code = """
         import jax, jdp

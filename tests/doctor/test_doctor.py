@@ -169,6 +169,7 @@ FAULTS = """
 """
 
 
+@pytest.mark.full
 def test_links_that_hang_lie_and_crash_are_named_and_the_rest_goes_on(doctor, worker):
     worker(FAULTS)
     started = time.monotonic()
@@ -368,6 +369,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(fake):
         assert run.stderr.read() == b"" and run.wait(60) == 0
 
 
+@pytest.mark.full
 def test_nothing_is_left_behind_also_what_the_worker_started(doctor, fake, tmp_path):
     pids = tmp_path / "pids"
     start = "import subprocess; child = subprocess.Popen(['sleep', '600'], pass_fds=[REPLY]); "
@@ -390,6 +392,7 @@ HANGS = """
 """
 
 
+@pytest.mark.full
 def test_the_worker_ends_when_the_parent_is_killed(worker, tmp_path):
     script = worker(HANGS.format(hang="time.sleep(600)"))
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jdp._tools.doctor import cli, watch as w; "
@@ -407,6 +410,7 @@ def test_the_worker_ends_when_the_parent_is_killed(worker, tmp_path):
     assert is_gone(int(pid.read_text()), within=3)
 
 
+@pytest.mark.full
 def test_the_kernel_ends_a_worker_that_no_one_watches_and_whose_python_is_stuck(worker, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     worker(HANGS.format(hang="ctypes.PyDLL(None).sleep(600)"))  # it holds the lock of the interpreter
@@ -577,6 +581,7 @@ def test_nvlink_is_read_from_nvidia_smi(tmp_path, monkeypatch, links, is_there):
     assert machine.facts({})["nvlink"] == is_there
 
 
+@pytest.mark.full
 def test_the_imbalance_of_devices_is_told(doctor, worker):
     worker("""
         from unittest import mock

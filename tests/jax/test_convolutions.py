@@ -111,6 +111,7 @@ def test_outputs_and_gradients_are_the_same_in_a_loop():
     assert not any(map(is_fast, before)) and len(after) == len(before) == 3 and all(map(is_fast, after))
 
 
+@pytest.mark.full
 def test_the_gradient_through_an_uneven_call_is_fast():
     def model(kernel, x):
         return jnp.flip(jnp.flip(jnp.tanh(convolution(NCHW)(x, kernel)), 0), 0)  # rows that move: in a switch

@@ -868,7 +868,7 @@ def stand_still():
         time.sleep(1)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_job_whose_output_nobody_reads(number, want):
     """As in a pager, or after Ctrl-S; with SIGTERM the processes save."""
@@ -880,6 +880,7 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(number, want):
     launcher.communicate()
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_kills_at_once_although_nobody_reads():
     script = LOUD.replace(LOUD.splitlines()[1], DEAF.splitlines()[1])
     launcher = start("-n", "2", script=script, stderr=subprocess.STDOUT)
@@ -965,6 +966,7 @@ def test_workers_end_even_if_the_guard_is_killed_too():
 # Several machines
 
 
+@pytest.mark.full
 def test_two_nodes_form_one_job_and_restart_together():
     # the workers fail when another one is down, as those of jax.distributed do
     script = """

@@ -239,7 +239,7 @@ class Split(nn.Module):
         return y - jax.lax.pmean(x.mean(), "data")
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["one replica", "explicit", "2x2"])
 def test_init_of_a_model_with_a_shard_map(name):
     """JAX's shard_map keeps the mesh of its first call, which is that of `dp.init`."""

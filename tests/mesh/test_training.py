@@ -373,6 +373,7 @@ def test_a_pmap_step_runs_on_a_mesh():
     lies_as(found)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
     tx, x = optax.adam(0.05), rows(10)
     first = step_on(mesh_of("4x2"), "mean", tx, {"donate": False})

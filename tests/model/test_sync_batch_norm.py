@@ -137,6 +137,7 @@ def test_accumulation_synchronises_each_microbatch():
         close((state.state["batch_stats"], metrics["loss"]), (stats, total), 1e-12, 1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.budget(8)  # a convolution, in float64
 def test_uneven_microbatches_are_refused():
     dp = jdp.DataParallel(Net(), devices=[0, 1])

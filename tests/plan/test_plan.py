@@ -396,6 +396,7 @@ def test_the_table_says_what_is_estimated_and_from_what(script, cpus, capsys, tm
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.full
 def test_the_page_has_the_lines_and_their_curves(script, cpus, capsys, tmp_path):
     command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1,2,4", "--no-search", "--json"]
     assert main([*command, "--html", "plan.html"]) == 0

@@ -82,6 +82,7 @@ def launch(*args):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.full
 def test_the_launchers_number_of_devices_counts_and_a_script_of_one_process_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""if True:

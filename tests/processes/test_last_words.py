@@ -77,6 +77,7 @@ def test_who_has_ended_listens_until_all_have(monkeypatch, here):
     assert hooks.ALL_LEFT in service.values and not listener.is_alive()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "streams",
     ["sys.stdout = sys.stderr = None", "sys.stdout = sys.stderr = open('/dev/full', 'w'); sys.stdout.write('x' * 10)"],
@@ -147,6 +148,7 @@ print("codes", codes, "sum", dp(2.0, x).sum())
 """
 
 
+@pytest.mark.full
 def test_the_end_of_a_child_is_not_that_of_its_process(tmp_path):
     """Of one that `os.fork` has made, as in a loader: with `sys.exit`, by an exception, or by a SIGTERM."""
     (tmp_path / "forks.py").write_text(FORKS)
@@ -196,6 +198,7 @@ def in_a_job(code, *args):
     return subprocess.run(command, env=environ, timeout=100, capture_output=True, text=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", ["ValueError('the own error')", "KeyboardInterrupt"])
 def test_a_process_that_fails_finishes_its_save_first(tmp_path, error):
     done = in_a_job(
@@ -315,6 +318,7 @@ sys.excepthook = hook
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", ["ValueError('the own error')", "KeyboardInterrupt"])
 def test_an_excepthook_of_a_library_does_not_hide_the_failure(error):
     """It was set after `initialize`, and does not call jdp's."""
@@ -339,6 +343,7 @@ print("went on")
     assert "ZeroDivisionError" in done.stderr and "IndexError" in done.stderr
 
 
+@pytest.mark.full
 def test_an_error_from_before_the_job_ends_nothing():
     """As a program leaves it that runs several scripts in one process."""
     done = in_a_job(

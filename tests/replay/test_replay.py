@@ -160,6 +160,7 @@ def test_a_step_that_is_made_again_has_the_bits_that_it_had(script, tmp_path, ca
         assert "not finite" not in out and ("checkpoint  it has the same bits" in out) == (number == 8)
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_on_other_devices_a_deterministic_step_has_the_same_bits(script, tmp_path, capsys):
     """Of the loop above, which fixes its replicas then: trained on 4 devices, made again on one and on two."""
@@ -172,6 +173,7 @@ def test_on_other_devices_a_deterministic_step_has_the_same_bits(script, tmp_pat
         assert "checkpoint  it has the same bits" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_what_is_not_finite_is_named(script, tmp_path, capsys):
     path = script(TRAIN)
@@ -189,6 +191,7 @@ def test_what_is_not_finite_is_named(script, tmp_path, capsys):
     assert "batch       5 rows on 3 replicas; finite\n" in out and "state       not finite: leaves params['b']" in out
 
 
+@pytest.mark.full
 def test_other_bits_than_those_of_the_checkpoint_are_told(script, tmp_path, capsys):
     path = script(TRAIN)
     train(path, "0", "4")

@@ -44,6 +44,7 @@ def no_results():
     assert {path: path.stat().st_mtime_ns for path in BENCHMARKS.glob("results/*")} == before
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_so_and_writes_nothing(no_results):
     found = run()
     assert found.returncode == 0, found.stderr

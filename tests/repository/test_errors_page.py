@@ -25,6 +25,7 @@ def errors():
     return module
 
 
+@pytest.mark.full
 def test_every_line_of_the_code_that_begins_a_message_is_on_the_page(errors):
     page, missing, seen = " ".join(re.sub(r"[\\`]", "", errors.page()).split()), [], 0
     for path in sorted((ROOT / "jdp").rglob("*.py")):

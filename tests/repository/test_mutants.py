@@ -11,6 +11,7 @@ import pytest
 TESTS = pathlib.Path(mutants.__file__).parent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_one_change_of_code_that_compiles(mutant):
     right = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ pytest.importorskip("pty", reason="no terminals of that kind on this machine")
 import walk
 
 
+@pytest.mark.full
 def test_silences_are_measured(tmp_path, capfd):
     step = walk.run("echo begun; sleep 1.5; echo again; sleep 1; exit 3", tmp_path)
     assert step.code == 3 and 0.7 <= step.silence < step.seconds - 0.2 and step.after == "begun"

@@ -246,6 +246,7 @@ def check_synced(sizes, devices, **options):
     return found[0]
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_statistics_of_the_whole_batch():
     """Chunks of 4, then of 3, 3, 3 and 2, then of one row on three replicas and none on the last."""

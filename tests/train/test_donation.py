@@ -389,6 +389,7 @@ def saved(variables):
         checkpointer.save(1, variables)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 15], ids=["even", "uneven"])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("door", DOORS)

@@ -120,6 +120,7 @@ def test_a_loss_of_such_values_is_right_for_each_size():
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
 def test_rows_in_groups_are_followed(size):
     """Answers to one prompt stand together, as in GRPO: there are 4 prompts."""
@@ -144,6 +145,7 @@ def test_rows_in_groups_are_followed(size):
             dp.value_and_grad(wrong)(w, x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("rows", [8, 12])
 def test_every_second_row_needs_a_multiple_of_two(rows, devices):

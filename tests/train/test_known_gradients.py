@@ -250,6 +250,7 @@ def test_an_interceptor_sees_each_gradient():
     assert "all-reduce" in str(jdp.explain(call, params, X, Y))
 
 
+@pytest.mark.full
 def test_what_is_known_goes_with_the_loss_function():
     class Loss:
         def __call__(self, params, x, y):

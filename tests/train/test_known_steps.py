@@ -60,6 +60,7 @@ def again(monkeypatch):
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_even_and_uneven_batches_in_turn(n, donate, again):
@@ -137,6 +138,7 @@ def test_a_state_that_was_freed_is_named(n):
         step(state, {"x": X[:4], "y": Y[:4]})
 
 
+@pytest.mark.full
 def test_inside_of_a_transformation_and_of_a_mesh(again):
     step = step_on([0, 1], donate=False)
     state = step.init(variables())
@@ -261,6 +263,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("give", ["other(state, x)", "jax.jit(lambda s: s, donate_argnums=0)(state)"])
 def test_a_state_that_was_donated_elsewhere_is_named(give):
     """In a process of its own, because JAX ends it where a program gets arrays that are freed."""

@@ -81,6 +81,7 @@ def test_a_classifier_with_batch_norm_is_that_of_pmap(new_key):
     close(state.batch_stats, want.batch_stats, rtol=1e-5)  # those of the first device
 
 
+@pytest.mark.full
 def test_reduce_state_mean_averages_what_differs_and_leaves_what_agrees():
     stats = {}
     for reduce_state in ("primary", "mean"):

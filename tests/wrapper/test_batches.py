@@ -397,6 +397,7 @@ def test_what_the_data_raises_comes_in_its_turn_with_the_index(error, workers):
 # ---- threads
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", ["close", "break", "drop", "exhaust", "error", "never started"])
 def test_no_thread_is_left_behind(how):
     before = set(threading.enumerate())

@@ -1446,6 +1446,7 @@ def test_the_gather_of_the_wrapper_takes_each_form_of_a_device():
     assert dp.gather(outputs, 1).devices() == {jax.devices()[1]}
 
 
+@pytest.mark.full
 def test_programs_go_with_their_wrapper_though_the_function_lives_on():
     from jdp._core.programs import _made
 

@@ -61,7 +61,7 @@ def cost(kind, leaves, n, batch="scattered"):
 
 
 @pytest.mark.budget(8)  # a step of 100 leaves is traced
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("batch", ["scattered", "numpy"])
 @pytest.mark.parametrize("kind", ["apply", "step"])
 def test_no_python_runs_for_each_leaf(kind, batch):

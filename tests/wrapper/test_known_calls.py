@@ -620,6 +620,7 @@ def test_sparse_outputs_are_refused(refused):
             verb(each)
 
 
+@pytest.mark.full
 def test_a_module_that_was_replaced_is_freed():
     """Also where the new one has other parameters, which are kept by their tree."""
 

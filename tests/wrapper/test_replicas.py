@@ -61,6 +61,7 @@ def affine(w, x, key):
     return {"y": x @ w, "mask": jax.random.bernoulli(key, 0.5, x.shape), "total": x.sum()}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("replicas", "n"), SHAPES)
 def test_a_function_gives_what_it_gives_on_as_many_devices(replicas, n):
     w = X[:6, :3]
@@ -167,6 +168,7 @@ def nnx_loss(model, batch):
     return jnp.mean((model(x) - y) ** 2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("options", [{}, {"sync_batch_norm": True}, {"accumulate_steps": 2}], ids=str)
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 @pytest.mark.budget(4)  # each size of batch is a program of its own
