@@ -24,7 +24,7 @@ import numpy as np
 
 from .._processes.coordination import AbsentError, client, ended, flush, say
 from .._processes.last_words import before_failing
-from .._processes.places import named
+from .._processes.places import limits, named
 from .._processes.watch import watch
 from .directory import Lock, Quiet, delete, is_local, make_writable, remove_unfinished, steps_in
 from .items import VERB, encode, manifest
@@ -124,13 +124,14 @@ class Writer:
 
     def _join(self, thread: threading.Thread, seconds: float | None) -> None:
         """Waits for the thread that saves, or so many seconds; raises if another process is stopped by then."""
-        began = time.monotonic()
-        over = None if seconds is None else began + max(_MOMENT, seconds)
+        over = None if seconds is None else time.monotonic() + max(_MOMENT, seconds)
         while thread.is_alive() and (over is None or time.monotonic() < over):
             thread.join(_SLICE if over is None else max(0.0, min(_SLICE, over - time.monotonic())))
-            silent = watch.silent(range(jax.process_count())) if jax.process_count() > 1 else []
+            silent = watch.silent(range(jax.process_count())) if jax.process_count() > 1 and thread.is_alive() else []
             silent = [p for p in silent if p not in ended()] if silent else silent
-            if silent and thread.is_alive() and watch.is_enough(time.monotonic() - began, silent):
+            if silent and not watch.is_enough(limits.step / 2, silent):  # not known to be stopped: it may only be slow
+                silent = watch.silent(silent, limits.step)
+            if silent and thread.is_alive():
                 raise AbsentError(self.leave(TimeoutError(f"{named(silent)} {watch.why_silent(silent)}")))
 
     def leave(self, why: BaseException) -> str:

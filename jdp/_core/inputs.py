@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._processes.coordination import text_of
 from .layout import as_int, is_key
 from .scattered import is_scattered
 
@@ -21,7 +22,7 @@ USUAL = frozenset({dict, list, tuple, np.ndarray, str, bool, int, float, type(No
 
 def is_unbound_axis(error: NameError) -> bool:
     """Returns True if this is JAX's error for a collective outside of its axis, and not a misspelt name."""
-    return "unbound axis name" in str(error)
+    return "unbound axis name" in text_of(error)
 
 
 def is_array(x: Any) -> bool:
@@ -90,7 +91,7 @@ def flatten_batch(
     try:
         return jax.tree.flatten(inputs, is_leaf=stop)
     except ValueError as error:
-        if "Comparator" not in str(error):  # JAX's own: the keys of a dict cannot be compared
+        if "Comparator" not in text_of(error):  # JAX's own: the keys of a dict cannot be compared
             raise
         raise ValueError(
             f"jdp.{verb}: a dict among the {'inputs' if isinstance(root, tuple) else root} has keys of several types "

@@ -273,7 +273,7 @@ def _either(call: Callable[..., Outputs], under_mesh: Callable[..., Outputs]) ->
         try:
             return call(*operands)
         except ValueError as error:
-            if not any(text in str(error) for text in _OF_TWO_MESHES):
+            if not any(text in text_of(error) for text in _OF_TWO_MESHES):
                 raise
         return under_mesh(*operands)
 

@@ -136,10 +136,15 @@ def _is_tolerance(cond_jaxpr: Any, values: Sequence[RowValue]) -> bool:
 
 
 def _stop_by_row(body: Any) -> list[bool]:
-    """Returns for each output of a body whether it is a choice, as under `jax.vmap`, where each row has its own end."""
+    """Returns for each output of a body whether each row of it has its own end.
+
+    It has if the output is a choice, as under `jax.vmap`, or depends on a carry of booleans, such as `done`.
+    """
+    by_flags = reached(body, [v.aval.dtype == bool and v.aval.ndim > 0 for v in opened(body).invars])
     body = opened(body)
     made_by = {v: eqn.params.get("name", eqn.primitive.name) for eqn in body.eqns for v in eqn.outvars}
-    return [not is_literal(v) and made_by.get(v) in ("select_n", "_where") for v in body.outvars]
+    are_chosen = [not is_literal(v) and made_by.get(v) in ("select_n", "_where") for v in body.outvars]
+    return [chosen or by_flag for chosen, by_flag in zip(are_chosen, by_flags, strict=True)]
 
 
 def is_as(a: RowValue, b: RowValue) -> bool:

@@ -79,8 +79,10 @@ def of_numbers(eqn: Any, values: Sequence[RowValue]) -> Role | None:
     A root is a deviation, which rows may be divided by. So is a deviation that is scaled or limited, or that an epsilon
     is added to. What is made of a gradient is a step, and the norm of a gradient is none.
     """
-    name, numbers = eqn.primitive.name, [v for v in values if v.kind == Kind.SUMMED]
-    role = numbers[0].role
+    name = eqn.primitive.name
+    made_of = values[:-1] if name == "select_n" else values  # not of what decides
+    numbers = [v for v in made_of if v.kind == Kind.SUMMED]
+    role = numbers[0].role if numbers else None
     if any(v.role == "gradient" for v in numbers):
         is_norm = eqn.outvars[0].aval.size == 1 and any(v.aval.size != 1 for v in eqn.invars)
         return None if is_norm else "gradient"
@@ -90,11 +92,17 @@ def of_numbers(eqn: Any, values: Sequence[RowValue]) -> Role | None:
     if name == "div" and values[0] is not numbers[0] or name == "integer_pow" and parameter(eqn, "y") < 0:
         return _INVERSE.get(role) if len(numbers) == 1 else None
     keeps = name in _KEEP_DEVIATION or name == "div" and len(numbers) == 1
+    if role == "as found":
+        keeps = name in _KEEP_NUMBER
     return role if keeps and all(v.role == role for v in numbers) else None
 
 
 _INVERSE: dict[Role | None, Role] = {"deviation": "inverse", "inverse": "deviation"}
 _KEEP_DEVIATION = primitives.LINEAR | primitives.POWERS | {"mul", "max", "min", "clamp", "select_n"}
+_KEEP_NUMBER = frozenset(
+    ["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "name"]
+    + ["stop_gradient", "sharding_constraint", "select_n"]  # JAX replaces a largest number that is not finite
+)
 
 
 def of_rows(values: Sequence[RowValue], linear: bool, around: Sequence[Any]) -> Met:
@@ -121,7 +129,7 @@ def of_rows(values: Sequence[RowValue], linear: bool, around: Sequence[Any]) -> 
     divides = name == "div" and is_first and number.role == "deviation" or name == "mul" and number.role == "inverse"
     if divides and role not in ("scaled", "spread"):
         return ("by number", Fault("number", at, True)) if number.is_number else ("normed", None)
-    is_scale = name == "mul" and role in ("normed", "by number")  # as in a BatchNorm
+    is_scale = name == "mul" and role in ("normed", "by number") and not number.is_number  # as in a BatchNorm
     return (role, pending) if is_scale else refused
 
 
@@ -138,17 +146,19 @@ def _with_summand(name: str, met: Met, number: RowValue, is_subtracted: bool, at
     A mean centres rows. So does the mean of the rows that a mask keeps, but then the mean of these rows is a ratio.
     """
     (role, pending), fault = met, number.fault
-    if role in ("normed", "by number") or role == "spread" and fault is None:
-        return met  # the shift of a BatchNorm; a variance plus a mean
     shifts = number.is_number and name in primitives.ADDS
+    if role in ("normed", "by number") and not number.is_number or role == "spread" and fault is None:
+        return met  # the shift of a BatchNorm; a variance plus a mean
     if role in ("scaled", "spread") or not (fault is None or fault.kind == "ratio" or shifts):
         return None, (fault or Fault("number", at))._replace(lasts=True)
-    if role == "shifted" and shifts and fault is not None and not is_subtracted and _are_of_one(fault, pending):
+    is_found = shifts and number.role == "as found"
+    if role == "shifted" and is_found and not is_subtracted and _are_of_one(fault, pending):
         return "met", None  # it was subtracted before, as the largest is in a logsumexp
     if pending is None or not pending.lasts:
         pending = Fault("number", at) if fault is None else fault._replace(lasts=True)
     if shifts and role != "centred":
-        return "shifted", pending._replace(at=at if fault is None or not is_subtracted else fault.at)
+        is_noted = fault is not None and is_found and is_subtracted and role != "shifted"
+        return "shifted", pending._replace(at=fault.at if fault is not None and is_noted else at)
     return "centred", pending._replace(at=at)
 
 
@@ -177,10 +187,24 @@ def _without_numbers(eqn: Any, values: Sequence[RowValue], linear: bool, at: tup
     if role == "scaled":
         keeps = _stay_scaled(name, values, others, linear, is_one)
         return ("shifted", pending) if name == "log" else (role if keeps else None, pending._replace(lasts=True))
-    if name in primitives.LAYERS and role != "spread" and [v.kind <= Kind.SHARED for v in others] == [True]:
-        return "met", None
+    if role == "layered" or name in primitives.LAYERS and role != "spread" and len(others) == 1:
+        linear = linear and not (name == "div" and values[1].pending is not None)
+        return _layered(name, others, linear, role == "layered" and pending.lasts, pending)
     shifted = _shifted(eqn, name, values, pending, at) if role == "shifted" and len(waits) == 1 else None
     return shifted or _centred(name, values, others, linear, role, pending)
+
+
+def _layered(name: str, others: Sequence[RowValue], linear: bool, lasts: bool, pending: Fault) -> Met:
+    """Returns what becomes of rows in a layer, or after it: a nonlinear function of them is the model's.
+
+    So is `h + f(h)`, and `h * f(h)`. If rows that met no number multiply them, a nonlinear function has to follow: the
+    advantages of a policy gradient are normalized, and may be discounted by a matrix before they weight the rows.
+    """
+    rows = [v for v in others if v.kind == Kind.ROWS and not v.drawn]
+    multiplies = name in primitives.PRODUCTS
+    if not linear or multiplies and not others or any(v.role is not None for v in rows):
+        return "met", None
+    return "layered", pending._replace(lasts=lasts or multiplies and bool(rows))
 
 
 _TAKES_AWAY: dict[Role | None, str] = {"shifted": "sub", "scaled": "div"}

@@ -403,7 +403,9 @@ class Reader:
             return UNKNOWN._replace(
                 picked=None if eqn.primitive.name == "reshape" else row_picks.picked_row(eqn, out, self.rows, value)
             )
-        return value if summed or value.fault is not None else value._replace(fault=Fault("nonlinear", self.at()))
+        if summed or value.fault is not None:
+            return value
+        return value._replace(fault=Fault("nonlinear", self.at()), role="as found")
 
     def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:
         """Returns True if a result has the rows of several arrays one after the other, by this equation or before."""

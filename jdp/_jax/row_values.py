@@ -26,17 +26,17 @@ Entries = Literal["row", "column", "diagonal", "pairs"]
 """What each entry of a matrix of pairs of rows is: the number of its row or column, zero off the diagonal, or made of
 its two rows and nothing else."""
 
-
-Role = Literal[
-    "met", "normed", "by number", "shifted", "scaled", "centred", "spread", "deviation", "inverse", "gradient"
-]
+RoleOfRows = Literal["met", "normed", "by number", "shifted", "scaled", "centred", "spread", "layered"]
+Role = RoleOfRows | Literal["as found", "deviation", "inverse", "gradient"]
 """What rows have become that met a number of all rows, or what such a number is.
 
 Rows that have "met" it as they may are accepted, whatever follows. Others are "normed" by a deviation for each feature,
 or "by number", by one for all features; "shifted" by one number that was added to them; "scaled" by one number, as the
-exponentials of shifted rows are; "centred" by means; "spread", as the squares of centred rows are.
+exponentials of shifted rows are; "centred" by means; "spread", as the squares of centred rows are; "layered" if a layer
+has followed, so that a nonlinear function of them is the model's.
 
-A number is a "deviation", which may divide rows, its "inverse", or made of the "gradient" of parameters.
+A number is "as found", such as the largest of all rows, a "deviation", which may divide rows, its "inverse", or made of
+the "gradient" of parameters.
 """
 
 
@@ -117,7 +117,8 @@ class RowValue(NamedTuple):
     @property
     def if_added_up(self) -> Fault | None:
         """The fault of a sum over these rows."""
-        is_fault = self.pending is not None and (self.pending.lasts or self.role not in ("shifted", "centred"))
+        is_exact = self.role in ("shifted", "centred", "layered")
+        is_fault = self.pending is not None and (self.pending.lasts or not is_exact)
         return self.lasting or (self.pending if is_fault else None)
 
 
@@ -186,7 +187,7 @@ def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
     return (RowValue(Kind.SHARED) if is_mean else UNKNOWN)._replace(added=added)
 
 
-_ORDER: tuple[Role | None, ...] = ("shifted", "centred", "by number", "spread", "scaled")
+_ORDER: tuple[Role | None, ...] = ("layered", "shifted", "centred", "by number", "spread", "scaled")
 
 
 def furthest(values: Sequence[RowValue]) -> RowValue | None:

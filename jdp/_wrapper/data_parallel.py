@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -81,8 +82,10 @@ def _has(module: Any, name: str) -> bool:
 
 def _is_set_up(module: Any, name: str) -> bool:
     """Returns True if the `setup` of a Linen module names an attribute, which the module has once it is bound."""
-    setup = isinstance(module, linen.Module) and inspect.unwrap(type(module).setup)
-    return name in getattr(getattr(setup, "__code__", None), "co_names", ())
+    if not isinstance(module, linen.Module):
+        return False
+    steps = dis.get_instructions(inspect.unwrap(type(module).setup))
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 class DataParallel(nnx.Module, Generic[M]):

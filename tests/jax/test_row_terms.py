@@ -530,6 +530,19 @@ def softmax_by_hand(o, weights=1.0):
     return e / e.sum(1, keepdims=True)
 
 
+def generation(o, y):
+    """Tokens are drawn until all rows are done, as in a model of language."""
+
+    def step(carry):
+        i, tokens, done = carry
+        token = jnp.where(done, 0, (o.argmax(1) + i + y) % 5)
+        return i + 1, tokens.at[:, i].set(token), done | (token == 0)
+
+    start = 0, jnp.zeros((o.shape[0], 6), int), jnp.zeros(o.shape[0], bool)
+    tokens = lax.while_loop(lambda carry: (carry[0] < 6) & ~carry[2].all(), step, start)[1]
+    return (tokens > 0).mean()
+
+
 ACCEPTED = {
     "a row in place of others": lambda x, e: (jnp.tanh(jnp.where(e[:, None] > 9, x[0], x)) * (e[:, None] <= 9)).mean(),
     "a branch by a row": lambda x, o: lax.cond(x[0, 0] < 99, jnp.tanh, lambda o: o, o).mean(),
@@ -705,6 +718,10 @@ ACCEPTED = {
     "a token in front": lambda x, w, e: (jnp.concatenate([w.sum(1)[None], x])[1:, 0] * e).mean(),
     "centred, and a softmax": lambda x, w, q: optax.softmax_cross_entropy((x - x.mean()) @ w, q).mean(),
     "row by row": row_by_row,
+    "rows that end by themselves": generation,
+    "a root that is guarded": lambda x, z: (
+        (x - x.mean(0)) * jnp.where((s := lax.rsqrt(x.var(0) + 1e-3)) > 9, 1.0, s) * z
+    ).mean(),
     "Kahan's sum": kahan,
     "a mean as it goes": mean_as_it_goes,
     "a sum and a count": sum_and_count,
@@ -978,6 +995,8 @@ REFUSED = {
         dice,
     ],
     "nonlinear": [
+        lambda o: (jnp.log(jnp.exp(o - (c := o.max())).sum(1)) + 2 * c).mean(),
+        lambda o: jnp.log(jnp.exp(o - (c := o.max()) - c + c).sum(1)).mean(),
         lambda x: jnp.var(x[:, 0], ddof=1) * 1.0,
         lambda e, y: (jnp.zeros(3).at[y].subtract(e) ** 2).sum() / e.shape[0] ** 2,
         lambda x: (x - x.max(0)).mean(),
@@ -1050,6 +1069,9 @@ REFUSED = {
         twice,
     ],
     "number": [
+        lambda x, e: ((x - x.mean(0)) @ jnp.ones(5) * e).mean(),
+        lambda x, e: ((x - x.mean()) / x.std() @ jnp.tri(5) * e[:, None]).mean(),
+        lambda x: jnp.tanh((x - x.mean(0)) / x.std(0) * x.std()).mean(),
         lambda x, w: ((h := x @ w - (x @ w).mean(0)).T @ h / x.shape[0]).mean(),
         lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c + x), x - x.mean(0)).mean(),
         lambda x: (x / jnp.exp(x.mean(0))).mean(),
