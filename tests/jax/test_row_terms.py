@@ -1210,7 +1210,7 @@ REFUSED = {
     "pairs": [
         lambda e: jnp.diff(e[::-1], append=0.0).mean(),
         lambda e: (jnp.pad(e[::-1], (1, 0))[:-1] ** 2).mean(),
-        lambda e: (jnp.digitize(e, jnp.quantile(e, jnp.array([0.3, 0.7]))) * e).mean(),
+        lambda e: ((e > jnp.quantile(e, 0.3)) * e).mean(),
         lambda x, y: jnp.take_along_axis(x, y[::-1, None], 1).mean(),
         lambda x, y: jnp.take_along_axis(x, jnp.roll(y, 1)[:, None], 1).mean(),
         lambda x, y: jnp.take_along_axis(x[::-1], y[:, None], 1).mean(),
