@@ -124,7 +124,7 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     if goes_on.kind == Kind.SUMMED and _is_tolerance(cond_jaxpr, [*cond, *found]):
         for i, (x, stops) in enumerate(zip(found, _stop_by_row(body), strict=True)):
             if x.kind == Kind.ROWS and not stops and not is_made_in_module(reader.around):
-                after[i] = RowValue(Kind.ROWS, fault=x.lasting or Fault("number", reader.at(), True))
+                after[i] = RowValue(Kind.ROWS, fault=x.lasting or Fault("loop", reader.at(), True))
     return _at_end(reader, body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
 
 

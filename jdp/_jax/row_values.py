@@ -21,7 +21,9 @@ from . import row_primitives as primitives
 from .callers import source_line
 from .jaxprs import equations, first, inside, is_literal, opened, parameter
 
-Blame = Literal["sum", "part", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "order", "added"]
+Blame = Literal[
+    "sum", "part", "ratio", "nonlinear", "pairs", "count", "row", "step", "number", "loop", "order", "added"
+]
 Entries = Literal["row", "column", "diagonal", "pairs"]
 """What each entry of a matrix of pairs of rows is: the number of its row or column, zero off the diagonal, or made of
 its two rows and nothing else."""

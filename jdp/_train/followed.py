@@ -25,6 +25,7 @@ _WHAT = {
     "ratio": "divided by a sum over the rows, and each replica has that sum for its own rows only",
     "nonlinear": "not linear in sums over the rows",
     "number": "made of rows and a number computed from all rows, and a replica sees only its own rows",
+    "loop": "made in a loop that ends when all rows are done, and a replica sees only its own rows",
     "row": "made with one particular row, which is a different row on each replica",
     "count": "made of the number of rows, or of their positions, and a replica has only its own rows",
     "order": "in another order than the rows of the batch, and a replica can order only its own rows",
@@ -38,6 +39,7 @@ _FIRST = {
     "row": "If all rows are equal, pass that array once and whole (in_axes=None); else ",
     "number": "If the parameters are not in that number, pass it in the batch as a 0-d array; if it is the model's, "
     "compute it in a module; else ",
+    "loop": "Let each row stop by itself, with jnp.where(done, old, new) in the loop's body, or ",
     "sum": "Return jdp.Sum(total), or divide by x.shape[0], or ",
     "part": "Multiply by a mask that comes with the batch, and return jdp.Mean(total, mask.sum()), or ",
     "count": "Pass the number of all rows with the batch, as a 0-d array, or their positions (np.arange(len(x))), or ",

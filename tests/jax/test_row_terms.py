@@ -804,6 +804,7 @@ def test_a_mean_over_the_rows_is_accepted(name):
     assert found.faults("mean", [0])[0] is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*ACCEPTED, *OPTAX])
 def test_a_mean_over_so_many_rows_is_accepted(name):
     """Sizes and numbers that are by chance multiples of one prime are none of the other."""
@@ -1068,6 +1069,7 @@ REFUSED = {
         barlow,
         twice,
     ],
+    "loop": [until_all_are_there],
     "number": [
         lambda x, e: ((x - x.mean(0)) @ jnp.ones(5) * e).mean(),
         lambda x, e: ((x - x.mean()) / x.std() @ jnp.tri(5) * e[:, None]).mean(),
@@ -1097,7 +1099,6 @@ REFUSED = {
         whitened_by_newton,
         whitened_by_cholesky,
         principal_components,
-        until_all_are_there,
         lambda o, y: (lambda hot: -(hot.mean(0) ** 0.75 * hot * jax.nn.log_softmax(o)).sum(1).mean())(
             jax.nn.one_hot(y, 3)
         ),
@@ -1306,6 +1307,7 @@ def test_a_method_of_a_module_that_is_not_its_call_may_be_a_loss():
     assert fault.kind == "number"
 
 
+@pytest.mark.full
 def test_what_is_no_mean_over_so_many_rows_is_refused():
     fns = [(kind, fn) for kind, fns in REFUSED.items() for fn in fns]
     assert [inspect.getsource(fn) for kind, fn in fns if counted(fn) != [kind]] == []
