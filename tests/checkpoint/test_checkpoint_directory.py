@@ -401,6 +401,7 @@ KILLED = """
 """
 
 
+@pytest.mark.full
 def test_a_writer_in_another_process_is_named_and_a_killed_one_is_no_more(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "NPROC"}
     root = os.path.dirname(os.path.dirname(jdp.__file__))
@@ -645,6 +646,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", HOSTILE.values(), ids=HOSTILE)
 def test_nothing_but_files_of_the_directory_is_read(tmp_path, case):
     name, attack, match = case

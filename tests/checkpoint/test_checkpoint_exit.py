@@ -77,6 +77,7 @@ ENDS = {
 SLOW = [pytest.mark.full]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "end", [pytest.param(end, marks=[] if end in ("last line", "Ctrl-C") else SLOW) for end in ENDS]
 )
@@ -90,6 +91,7 @@ def test_the_last_save_is_waited_for(tmp_path, end):
         assert checkpointer.restore({"w": np.zeros(30, np.float32)})[0]["w"].tolist() == [1] * 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ["", pytest.param("del checkpointer; time.sleep(4)", marks=SLOW)], ids=["end", "drop"])
 def test_the_loss_of_the_last_save_is_said(tmp_path, end):
     """All that the program wants done at exit is done, too."""
@@ -108,6 +110,7 @@ def test_a_save_that_needs_what_python_does_no_more_is_told_to_come_earlier(tmp_
         )
 
 
+@pytest.mark.full
 def test_a_failure_that_the_program_has_heard_of_is_its_own(tmp_path):
     script = """
     after(0, OSError("gone"))
@@ -171,6 +174,7 @@ def in_a_job(monkeypatch):
     monkeypatch.setattr(checkpointer, "jax", types.SimpleNamespace(process_count=lambda: 2))
 
 
+@pytest.mark.full
 def test_another_process_that_is_stopped_is_named_by_those_that_wait_for_the_save(tmp_path, slow, monkeypatch):
     """They would wait until JAX ends the process after a minute, without a word about the save."""
     others = types.SimpleNamespace(
@@ -375,12 +379,14 @@ assert found and os.WTERMSIG(status) == signal.SIGTERM and not first.reached()
 """
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", AFTER_A_SIGTERM)
 def test_a_sigterm_ends_the_process_unless_one_of_two_has_saved_because_of_it(case):
     code, status = AFTER_A_SIGTERM[case]
     assert ended(SIGTERM + code) == status
 
 
+@pytest.mark.full
 def test_a_child_of_fork_ends_by_a_sigterm():
     """As it would without a Checkpointer: `multiprocessing` ends its processes so, and waits for them."""
     assert ended(SIGTERM + IN_A_CHILD) == 0
@@ -420,6 +426,7 @@ def test_the_loss_is_said_though_the_directory_cannot_be_read(tmp_path, monkeypa
     assert "was not saved" in text and "the directory cannot be read ([Errno 116] Stale file handle)" in text
 
 
+@pytest.mark.full
 def test_a_sigterm_ends_in_good_order_though_nobody_reads_the_output(tmp_path):
     """As in `python train.py | tee log`, where the signal goes to both."""
     code = f"""

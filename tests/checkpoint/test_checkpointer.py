@@ -365,6 +365,7 @@ HARM = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_the_newest_intact_one_is_restored_and_the_warning_names_the_other(tmp_path, harm):
     state = damaged(tmp_path, harm)
@@ -449,6 +450,7 @@ def test_a_run_that_could_not_restore_may_still_save_behind_what_is_there(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "3.set-aside", "4"]
 
 
+@pytest.mark.full
 def test_any_step_can_be_restored_however_many_there_are(tmp_path):
     with jdp.Checkpointer(tmp_path, keep=60) as checkpointer:
         for step in range(1, 45):

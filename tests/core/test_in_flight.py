@@ -135,6 +135,7 @@ def test_so_are_steps():
     jax.block_until_ready(losses)
 
 
+@pytest.mark.full
 def test_virtual_cpu_devices_sets_up_devices_and_threads():
     code = """
         import os, jdp

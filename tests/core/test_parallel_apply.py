@@ -631,7 +631,7 @@ def test_a_bound_method_is_compiled_once(devices, traced):
     assert Model.traces == 1
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("size", [4, 5])
 def test_a_function_is_freed_after_use(devices, size):
     def use():

@@ -227,6 +227,7 @@ def test_a_function_of_each_row_alone_has_no_branches():
     assert branches(lambda w, x: jnp.sin(x * w), x, 2, (9, 1))  # 18 rows in place of 10
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("sizes", [(3, 3, 3, 2), (4, 3, 4, 3), (2, 3, 3, 3)])
 def test_what_replicas_are_filled_up_with_shows_nowhere(sizes):
     """In no output, no gradient by a parameter, none by a row: also where a row of zeros would give a NaN."""

@@ -267,6 +267,7 @@ def test_bandwidths_are_those_of_nccl_tests(doctor, fake):
     assert tests["copy", "gpu:2", "gpu:0"]["busbw_gb_per_s"] == pytest.approx(2.0)
 
 
+@pytest.mark.full
 def test_nccl_p2p_disable_is_tried_once_for_each_kind_and_copies_have_other_remedies(doctor, fake, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     fake(
@@ -302,6 +303,7 @@ def test_nccl_p2p_disable_is_tried_once_for_each_kind_and_copies_have_other_reme
     assert text.count("copy gpu:") == 4 and "copy: 2 more, marked in the table above" in text
 
 
+@pytest.mark.full
 def test_a_kind_of_test_that_hangs_costs_two_deadlines_at_most(doctor, fake):
     fake(3, answer="if test == 'permute': time.sleep(600)")
     code, report = doctor("--json", "--timeout", "0.7")
@@ -311,6 +313,7 @@ def test_a_kind_of_test_that_hangs_costs_two_deadlines_at_most(doctor, fake):
     assert "2 failed (permute), 4 left out" in report["verdict"]
 
 
+@pytest.mark.full
 def test_jax_that_does_not_start_is_named(doctor, fake, worker, tmp_path):
     fake(start="time.sleep(600)")
     code, report = doctor("--json", "--timeout", "0.7")
@@ -335,6 +338,7 @@ def test_jax_that_does_not_start_is_named(doctor, fake, worker, tmp_path):
     }
 
 
+@pytest.mark.full
 def test_a_backend_that_fails_says_so(doctor, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu_of_old")
     code, report = doctor("--json")
@@ -342,6 +346,7 @@ def test_a_backend_that_fails_says_so(doctor, monkeypatch):
     assert "jax.devices(): RuntimeError" in report["start"]["text"] and "tpu_of_old" in report["start"]["text"]
 
 
+@pytest.mark.full
 def test_a_failure_without_words_says_where(doctor, worker):
     worker("""
         from jdp._tools.doctor import worker
@@ -614,6 +619,7 @@ def test_nvidia_smi_is_read_and_may_hang_or_fail(tmp_path, monkeypatch):
     assert found == {"gpus": [], "gpus_error": "nvidia-smi fails: no devices were found"}
 
 
+@pytest.mark.full
 def test_gpus_that_jax_does_not_use_are_a_problem_and_the_exit_code_tells(doctor, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # nobody asks for CPUs
     monkeypatch.setattr(machine, "nvidia_smi", lambda: {"gpus": [CARD]})

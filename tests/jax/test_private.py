@@ -474,6 +474,7 @@ def test_canary_callbacks():
     assert len(seen) == 3 and not private.callbacks()
 
 
+@pytest.mark.full
 def test_canary_starts_backends():
     """A process that has begun to start its backends, and one that has them."""
     code = (

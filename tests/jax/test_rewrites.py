@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CASES)
 def test_pairs_of_rows_are_cut(name):
     fn, wanted = CASES[name]

@@ -107,6 +107,7 @@ def pulled(fn, x, cotangents):
     return leaves, pull(treedef.unflatten(given))[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", KEEPS)
 def test_more_rows_change_nothing_of_what_keeps_places(name):
     fn, shape = KEEPS[name]

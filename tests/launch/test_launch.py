@@ -566,6 +566,7 @@ def test_a_killed_rank_is_named_although_its_neighbour_ended_before_it():
     assert code == 128 + signal.SIGKILL and "jdp launch: rank 1 was ended by SIGKILL" in err
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "deaf", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "ready(); os.kill(os.getpid(), signal.SIGSTOP)"]
 )
@@ -586,6 +587,7 @@ def test_a_worker_that_does_not_hear_sigterm_is_killed_after_the_grace(deaf):
     assert code == 5 and "rank 1 failed with exit code 5" in err
 
 
+@pytest.mark.full
 def test_sigterm_after_a_failure_does_not_prolong_the_end():
     script = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -613,6 +615,7 @@ def test_a_worker_has_the_grace_to_end_by_itself():
     assert (code, out) == (5, "[0] said goodbye\n")
 
 
+@pytest.mark.full
 def test_a_child_that_moves_to_a_session_of_its_own_does_not_hold_the_launcher():
     script = """
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)  # it keeps the pipes open
@@ -647,6 +650,7 @@ def test_what_a_process_that_fails_has_left_in_shared_memory_is_deleted(deaf):
         shared_memory.SharedMemory(out.removeprefix("[0] ").strip())
 
 
+@pytest.mark.full
 def test_a_child_that_goes_on_writing_does_not_hold_the_launcher():
     script = "subprocess.Popen(['sh', '-c', 'while sleep 0.01; do echo again; done']); ready()"
     launcher = start("-n", "1", script=script)
@@ -686,6 +690,7 @@ def test_all_restart_until_it_works():
     assert len(err.splitlines()) == 2
 
 
+@pytest.mark.full
 def test_the_pause_before_a_restart_grows():
     pauses = [_pause_after(attempt) for attempt in range(2000)]
     assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0] and set(pauses[6:]) == {5.0}
@@ -720,6 +725,7 @@ def test_who_cannot_be_started_again_is_left_out(monkeypatch):
     assert re.fullmatch(rf"jdp launch: rank 1 .* 7 after .* s, {then}", second)
 
 
+@pytest.mark.full
 def test_no_more_are_left_out_than_may_be(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     code, out, err = launch("-n", "3", "--max-restarts", "3", "--min-processes", "3", script=NO_DEVICE)
@@ -892,6 +898,7 @@ def test_a_second_ctrl_c_kills_at_once_although_nobody_reads():
     launcher.communicate()
 
 
+@pytest.mark.full
 def test_what_is_read_late_is_whole():
     launcher = start("-n", "1", script="for i in range(3000): print(i, 'x' * 1000)")
     time.sleep(2)
@@ -923,6 +930,7 @@ def test_a_launcher_whose_parent_ignored_sigchld_knows_how_its_processes_end():
     assert ended(launcher)[0] == 7
 
 
+@pytest.mark.full
 def test_a_launcher_that_only_waits_for_a_reader_can_be_ended():
     launcher = start("-n", "1", script="print('x' * 200_000); ready()")
     (pid,) = pids(1)
@@ -993,6 +1001,7 @@ def test_two_nodes_form_one_job_and_restart_together():
         assert ("rank 3 failed with exit code 4" in err) == (node == 1)
 
 
+@pytest.mark.full
 def test_a_node_waits_before_a_restart_until_the_others_have_ended():
     script = """
     print(time.time())

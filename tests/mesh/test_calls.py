@@ -199,7 +199,7 @@ def test_collectives_over_the_replicas_and_none_inside():
     close(out, rows(5) - rows(5).mean(0), 1e-5, 1e-5)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [8, 10])
 @pytest.mark.parametrize("way", ["ppermute", "psum"])
 def test_a_shard_map_of_the_models_own(way, n):
@@ -257,7 +257,7 @@ def context(name):
     return jax.set_mesh(mesh_of(name))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["other", "2x4", "4x2"])
 def test_the_mesh_of_the_context_changes_nothing(name):
     mesh, x = mesh_of("4x2"), rows(10)
@@ -363,7 +363,7 @@ def test_callbacks_that_return_a_value_are_refused(name, refused):
     close(alone, np.sin(rows(4)) @ WEIGHTS["wide"], 1e-5, 1e-5)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_16_bits(dtype, refused):
     """XLA's CPU compiler ends the process at sums of 16 bits over the replicas: none is left in the program."""

@@ -107,7 +107,7 @@ CRITERIA = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [3, 8, 13])
 @pytest.mark.parametrize("name", ["2x4", "4x2"])
 def test_a_criterion_that_moves_rows(name, n):
@@ -215,6 +215,7 @@ def test_no_parameter_is_ever_whole(name, n, loss):
         assert len(found) <= len(by_hand(mesh)) + 1, (found, by_hand(mesh))
 
 
+@pytest.mark.full
 def test_a_nan_is_skipped_and_found():
     mesh = mesh_of("4x2")
     step = step_on(mesh, "mean", optax.adam(0.1), {"skip_nonfinite": True, "donate": False})
@@ -229,6 +230,7 @@ def test_a_nan_is_skipped_and_found():
     assert (found.replica, found.rows) == (2, (7,)) and {*found.paths} >= {"['wide']", "['narrow']"}
 
 
+@pytest.mark.full
 def test_check_compares_with_one_device():
     mesh = mesh_of("4x2")
     step = step_on(mesh, "mean", optax.adam(0.1), {})
@@ -239,7 +241,7 @@ def test_check_compares_with_one_device():
     assert not wrong.check(state, rows(10))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [4, 5])
 def test_batch_norms_of_16_bits_are_synchronised_in_32(n):
     """XLA's CPU compiler ends the process at sums of 16 bits over replicas of several devices."""
@@ -279,8 +281,7 @@ def test_replicas_that_differ_are_named(refused):
         dp.check_replicas(bad)
 
 
-@pytest.mark.budget(4)  # two models, each compiled for three sizes
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["one replica", "2x4", "4x2"])
 def test_annotated_models_train(name):
     mesh, sizes, tx = mesh_of(name), (10, 8, 3), optax.adam(0.05)

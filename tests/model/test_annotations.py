@@ -85,6 +85,7 @@ def rules():
         yield
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("around", CONTEXTS)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 @pytest.mark.each_value

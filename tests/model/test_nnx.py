@@ -570,6 +570,7 @@ def test_tied_weights_stay_tied():
     assert copied.module.head is copied.module.again
 
 
+@pytest.mark.full
 def test_spectral_norm():
     def make():
         rngs = nnx.Rngs(0)
@@ -705,6 +706,7 @@ def test_overridden_steps():
     close(nnx.state(dp.module, nnx.BatchStat), nnx.state(bare.module, nnx.BatchStat))
 
 
+@pytest.mark.full
 def test_an_eager_loop_without_waiting_ends():
     dp = wrap(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), 8)
     y = None
@@ -899,7 +901,7 @@ class Layered(nnx.Module):
         return self.norm(x)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("size", [5, 6])
 def test_capture_of_a_model_with_a_list_of_layers(size):
     dp, bare = wrap(Layered(nnx.Rngs(0)), 3), Layered(nnx.Rngs(0))
@@ -1025,6 +1027,7 @@ def test_a_trained_variable_that_the_forward_pass_writes_is_refused(refused, how
         writing_doors(how)[door]()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("door", ["value_and_grad", "criterion", "train_step", "microbatches"])
 @pytest.mark.parametrize("how", ["jit", "remat"])
 def test_a_trained_variable_that_a_transformed_function_passes_on_is_not_written(how, door):

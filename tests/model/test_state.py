@@ -81,6 +81,7 @@ def test_mean_keeps_dtypes():
     assert check(bool).dtype == bool and bool(check(bool)) is True
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("replicas", [4, 8, "one by one"])
 def test_the_mean_of_equal_halves_is_their_value(dtype, replicas):

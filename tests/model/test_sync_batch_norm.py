@@ -149,6 +149,7 @@ def test_uneven_microbatches_are_refused():
     step(state, (x[:16], y[:16]))  # the state is as good as before
 
 
+@pytest.mark.full
 def test_other_collectives_are_refused_on_uneven_chunks_all_the_same():
     dp = jdp.DataParallel(Net(), devices=[0, 1])
 
@@ -174,8 +175,7 @@ class Model(nnx.Module):
         return self.norms[1](self.out(nnx.relu(self.norms[0](self.dense(x)))))
 
 
-@pytest.mark.budget(8)  # a convolution, in float64
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [16, 17, 5])
 def test_nnx(rows):
     x, y = rng.normal(size=(rows, 6)).astype(np.float32), rng.normal(size=(rows, 4)).astype(np.float32)

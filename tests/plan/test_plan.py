@@ -264,6 +264,7 @@ print([name for name in ("jax", "numpy", "flax", "optax", "orbax") if name in sy
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_a_long_compilation_is_told_of_again(script, cpus, capsys, monkeypatch):
     def slow(*args):
         time.sleep(0.5)
@@ -448,6 +449,7 @@ def test_on_a_narrow_terminal_each_row_is_a_sentence(monkeypatch):
     assert max(map(len, [*first.splitlines(), *second.splitlines()])) <= 58
 
 
+@pytest.mark.full
 def test_what_does_not_fit_or_compile_is_a_line_too(script, cpus, capsys, monkeypatch):
     command = ["plan", script(STEP), "--topology", "h100", "--hosts", "1", "--batch-per-device"]
     assert main([*command, "100000", "--no-search"]) == 0

@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_is_the_same_rows_on_any_number_of_processes(job, case):
     n, found = job

@@ -214,6 +214,7 @@ raise {error}
     assert "the own error" in done.stderr or "process 1 was interrupted" in done.stderr
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("then", "said"),
     [
@@ -257,6 +258,7 @@ raise Bad("x")
     assert done.returncode == 1 and "jdp/failed" in done.stdout and "Bad" in done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_the_error_that_a_process_was_ending_with_is_shown():
     """Its `finally` took longer than the others waited: they have failed because of it, and it ends for their sake."""
     done = in_a_job(

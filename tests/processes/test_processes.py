@@ -214,6 +214,7 @@ class Noisy(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
 
 
+@pytest.mark.full
 def test_replicas(found):
     """Eight replicas on four devices of two processes, against eight devices of one process."""
     dp = jdp.DataParallel(Noisy(), range(8))
@@ -352,6 +353,7 @@ def test_criterion(found):
         assert result["check"] and not result["wrong"]
 
 
+@pytest.mark.full
 def test_shard_params(found):
     losses, params = train(optax.adam(1e-2), 4)
     for process, result in enumerate(found):
@@ -372,6 +374,7 @@ def test_shard_params(found):
     equal(found[0]["plain"], found[1]["plain"])  # to the last bit
 
 
+@pytest.mark.full
 def test_other_shards(found):
     """Processes that would cut up different parameters are told so, all of them in the same words."""
     for said, made in found:
@@ -443,6 +446,7 @@ class Net(nnx.Module):
         return self.second(nnx.relu(self.first(x)))
 
 
+@pytest.mark.full
 def test_nnx(found):
     """The numbers of the same module on one device."""
     equal(found[0]["params"], found[1]["params"])

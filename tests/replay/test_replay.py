@@ -146,6 +146,7 @@ def replayed(tmp_path, path, number, *args, options=()):
     return log.read_text().splitlines() if log.exists() else []
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)  # each replay compiles anew
 def test_a_step_that_is_made_again_has_the_bits_that_it_had(script, tmp_path, capsys):
     path = script(TRAIN)
@@ -237,6 +238,7 @@ def test_a_job_of_two_processes(script, tmp_path):
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.full
 def test_the_norm_of_the_gradient(script, tmp_path, capsys):
     loop = LOOP.replace("checkpointer.save", "if number % 2 == 0: checkpointer.save")  # it need not be called
     path = script(SMALL + loop)
@@ -302,6 +304,7 @@ def test_the_debugger_stops_before_the_step(script, tmp_path, capsys, monkeypatc
     assert sys.gettrace() is None or "pdb" not in repr(sys.gettrace())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("typed", ["q", "n\nq"])
 def test_who_quits_the_debugger_ends_the_replay(script, tmp_path, capsys, monkeypatch, typed):
     path = script(SMALL + LOOP)
@@ -315,6 +318,7 @@ def test_who_quits_the_debugger_ends_the_replay(script, tmp_path, capsys, monkey
 RESTORES = "state, _ = jdp.Checkpointer('run').restore(state)\n"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "text, number, match",
     [

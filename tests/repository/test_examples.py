@@ -28,6 +28,7 @@ def test_what_an_example_shows_stands_in_it(path):
     assert of_jdp <= {"chunk_sizes"} if path.name.startswith("_") else "DataParallel" in of_jdp
 
 
+@pytest.mark.full
 def test_the_picture_of_a_run_says_what_its_lines_are(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     picture = importlib.import_module("_picture").picture
@@ -130,6 +131,7 @@ def test_make_mnist_says_at_once_what_comes(tmp_path):
     assert "1 to 3 minutes" in before and missing.startswith("There is no no-such-python here.")
 
 
+@pytest.mark.full
 def test_what_pip_does_is_told_briefly_and_whole_where_it_fails(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PIP_QUIET"}
     command = [sys.executable, str(EXAMPLES.parent / ".ci/pip")]

@@ -27,7 +27,7 @@ def test_two(): start(FOLDER)
 """
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_is_stopped_leaves_no_process_behind(tmp_path, signum):

@@ -199,6 +199,7 @@ def test_both_sides_of_the_diff_in_the_readme_train_alike():
     assert np.isclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.budget(20)
 def test_both_sides_of_the_diff_for_pmap_end_with_the_same_numbers():
     before, after = sides(ROOT / "docs" / "from_pmap.md")

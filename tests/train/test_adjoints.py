@@ -83,6 +83,7 @@ def test_a_step(criterion):
     np.testing.assert_allclose(state.params, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_other_derivatives_through_the_wrapper():
     dp = jdp.DataParallel(loop, range(3))
     close(jax.device_get(dp(WEIGHT, ROWS)), jax.device_get(loop(WEIGHT, ROWS)))

@@ -144,7 +144,7 @@ def distilled(rows, steps):
     return np.asarray(student.kernel[...])
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @PLACES
 def test_a_teacher_in_the_batch(n, rows):
     """Whole on every replica, neither trained nor donated; the student is one device's."""
@@ -560,7 +560,7 @@ class Student(nn.Module):
         return nn.Dense(3)(teacher(x))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @PLACES
 def test_a_function_draws_from_rngs_that_go_on(n, rows):
     """Each replica from its own, and in each call other numbers; also where calls without them are known."""

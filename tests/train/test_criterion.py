@@ -120,6 +120,7 @@ def test_it_is_one_device_for_any_number_of_rows(n, size, steps):
     close(vg(PARAMS, *batch(size)), whole()(PARAMS, *batch(size)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("n, size", [(2, 7), (4, 10)])
 def test_entries_of_a_row_are_sorted(n, size, options):
@@ -625,8 +626,7 @@ def digest(tree):
     return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))).hexdigest()
 
 
-@pytest.mark.budget(6)  # each number of devices compiles its own programs
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_deterministic_gives_the_same_bits_on_any_number_of_devices(accumulate):
     found = set()
@@ -869,6 +869,7 @@ def simclr(views, *batch):
     return optax.softmax_cross_entropy_with_integer_labels(scores, (own + len(rows)) % len(own)).mean()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rows", [24, 21, 8])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_two_views(n, rows):
@@ -1020,7 +1021,7 @@ def test_a_sum_of_terms(what, n, size, steps):
     close(got, jax.jit(jax.value_and_grad(summed(SUMS[what], FINISHED), has_aux=True))(*args), atol=1e-5)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_sum_of_terms_in_steps(steps):
     """Of a function and of NNX."""
@@ -1045,6 +1046,7 @@ def test_a_sum_of_terms_in_steps(steps):
     close((step(rows), values(dp.module)), ({"loss": loss, "again": loss}, params), atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_count_that_is_learnt(refused):
     """Soft Dice: the gradient is the right one, or the loss is refused and the way out named."""
 
@@ -1282,6 +1284,7 @@ def test_criteria_that_compare_equal_are_two(kind):
     np.testing.assert_allclose(losses, [4, 8, 4, 8], rtol=1e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("make", [lambda f: f, lambda f: Weighted(f), lambda f: Weighted(f).method])
 def test_a_criterion_is_freed_with_its_programs(make):
     """A loop that makes one for each batch does not fill the memory."""

@@ -151,11 +151,13 @@ def test_after_50_steps(name):
     check_bits(name, [64] * 49 + [7], 8, DEVICES if name == "mlp" else (1, 2, 8))
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_without_it_they_are_not():
     assert len({digest(run("mlp", n, [64, 64, 7], deterministic=False)[0].params) for n in (1, 2)}) > 1
 
 
+@pytest.mark.one_case
 @pytest.mark.budget(6)
 @pytest.mark.parametrize("name", ["mlp", "nnx", *SLOW])
 def test_the_numbers_are_those_of_the_ordinary_step(name):
@@ -184,8 +186,7 @@ TWO = {option: [(1, 2), (2, 4), (1, 4)][i % 3] for i, option in enumerate(OPTION
 OTHER_TWO = {option: [(1, 4), (1, 2), (2, 4)][i % 3] for i, option in enumerate(OPTIONS)}
 
 
-@pytest.mark.one_case("accumulated")
-@pytest.mark.budget(6)
+@pytest.mark.full
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_other_options(option):
     check_bits("mlp", [64, 13, 1], 2, **OPTIONS[option])
@@ -282,12 +283,14 @@ def test_statistics_of_the_whole_batch_with_other_options(option):
     check_bits("cnn", [16, 16, 3], 4, OTHER_TWO[option], sync_batch_norm=True, **OPTIONS[option])
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_a_cut_optimizer_changes_no_bit():
     whole, cut = (digest(run("mlp", 2, [64, 7], replicas=2, shard_optimizer=x)[0]) for x in (False, True))
     assert whole == cut
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_without_replicas_it_is_as_with_as_many():
     assert digest(run("mlp", 4, [64, 7], replicas=None)) == digest(run("mlp", 1, [64, 7], replicas=4))
@@ -459,6 +462,7 @@ def test_the_index_and_keys_are_those_of_the_replica():
         np.testing.assert_array_equal(other["drawn"], found[0]["drawn"])
 
 
+@pytest.mark.full
 def test_it_follows_jaxs_configuration():
     """As the ordinary step does: a change compiles new programs, and the old ones are found again."""
 

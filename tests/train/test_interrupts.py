@@ -272,10 +272,9 @@ def _files(traceback):
 
 
 # Python itself ignores an interrupt that comes while it closes a generator, and says so.
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["variables", "nnx"])
-@pytest.mark.budget(10)
 def test_an_interrupt_in_the_first_step_leaves_a_whole_state(kind):
     """While the program is traced and compiled, too, which is not held back."""
     reference, draw = Reference(KINDS[kind]), random.Random(1)
@@ -385,6 +384,7 @@ def test_last_is_none_before_and_the_newest_after():
     assert model.step.last is metrics
 
 
+@pytest.mark.full
 def test_last_holds_no_tracer():
     run = Variables()
     last = run.step.last

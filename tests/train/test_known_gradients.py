@@ -164,7 +164,7 @@ def under_disable_jit(call, b):
         return call(b)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("trace", TRACES)
 def test_a_known_gradient_in_a_trace(trace):
     found = []

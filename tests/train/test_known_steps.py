@@ -187,6 +187,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_known_step_after_a_change(name):
     found, expected = ran(2, CHANGES[name])
@@ -263,7 +264,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("give", ["other(state, x)", "jax.jit(lambda s: s, donate_argnums=0)(state)"])
 def test_a_state_that_was_donated_elsewhere_is_named(give):
     """In a process of its own, because JAX ends it where a program gets arrays that are freed."""

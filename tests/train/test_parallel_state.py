@@ -456,6 +456,7 @@ class Quiet(nnx.Module):
         return self.out(nnx.relu(self.norm(self.dense(x))))
 
 
+@pytest.mark.full
 def test_an_nnx_step_is_that_of_pmap():
     """A pmap program splits the model and its optimizer by hand; it runs as it is. Objects are updated in place."""
     model = Quiet()

@@ -118,7 +118,7 @@ TRANSFORMATIONS = {
 CASES = [(name, *((8, 1), (2, 2))[i % 2], (16, 13)[i // 2 % 2 :]) for i, name in enumerate(TRANSFORMATIONS)]
 
 
-@pytest.mark.one_case("clipped adamw-8-1-sizes0")
+@pytest.mark.full
 @pytest.mark.parametrize("name, n, accumulate, sizes", CASES)
 def test_every_optimizer_is_that_of_one_device(name, n, accumulate, sizes):
     """Norms, factored moments and layers of their own are those of the whole arrays, whatever is cut."""
@@ -1285,6 +1285,7 @@ def test_inside_of_jit_and_of_a_scan_the_state_stays_cut():
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 16])
 
 
+@pytest.mark.full
 @given(
     st.lists(st.lists(SIZES, max_size=3).map(tuple), min_size=1, max_size=5),
     st.integers(1, 24),

@@ -271,7 +271,7 @@ TAKES = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("make", TAKES.values(), ids=TAKES.keys())
 def test_what_is_passed_goes_to_those_that_take_it(make):
     """Equal to optax by hand, with `value` where the transformation takes it."""
@@ -605,6 +605,10 @@ WAYS = {
     "a matrix of all rows": (
         lambda e: jnp.tanh(e[:, None] @ e[None]).mean(),
         r"dot\w* at .*rows of the chunk\. Pass the loss as criterion=",
+    ),
+    "a loop until all rows are done": (
+        lambda e: jax.lax.while_loop(lambda v: jnp.abs(v).max() > 0.1, lambda v: v / 2, e).mean(),
+        r"a loop that ends when all rows are done.*jnp\.where\(done, old, new\) in the loop's body, or pass the loss as",
     ),
 }
 

@@ -642,6 +642,7 @@ NNX_OPTIMIZERS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"shard_params": True}, {"shard_optimizer": True}], ids=str)
 @pytest.mark.parametrize("name", NNX_OPTIMIZERS)
@@ -1377,6 +1378,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -1551,7 +1553,7 @@ def spectral_loss(params, x):
     return jnp.mean(jnp.abs(jnp.fft.ifft(x @ params["w"]) + params["b"]) ** 4)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize(
     "options",

@@ -1478,6 +1478,7 @@ class OfRows(nn.Module):
         return clipped_back(nn.BatchNorm(use_running_average=False)(x) if self.norm else x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("form", ["scalar", "vector", "sum", "mean", "terms", "synchronised"])

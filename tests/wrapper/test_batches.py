@@ -274,6 +274,7 @@ def test_torch_datasets_and_tensors():
         DP.batches(torch.ones(3, 4).to_sparse(), 2)
 
 
+@pytest.mark.full
 def test_hugging_face_datasets():
     datasets = pytest.importorskip("datasets")
     table = pytest.importorskip("pyarrow").table({"ids": [[i, 2 * i] for i in range(11)], "label": range(11)})

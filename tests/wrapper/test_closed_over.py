@@ -88,6 +88,7 @@ def test_it_is_as_if_it_were_on_the_host(door, what, function, rows):
     close(DOORS[door](DP, make(CLOSED_OVER[what]()), X[:rows]), DOORS[door](DP, make(V), X[:rows]))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_replicated(door):
     v = jdp.replicate(V, DP.devices)

@@ -1132,8 +1132,7 @@ def everywhere(dp, rows, folder):
     ]
 
 
-@pytest.mark.budget(10)
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [8, 10])
 @pytest.mark.parametrize(
     "shape, names, kind", [((4,), "data", AUTO), ((4,), "data", EXPLICIT), ((2, 2), ("data", "model"), AUTO)]
@@ -1169,6 +1168,7 @@ def test_a_batch_over_an_explicit_axis_of_another_name(n):
     np.testing.assert_allclose(jax.jit(dp)(w, at_home), np.sin(plain * w), rtol=1e-5)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_gradients_of_a_batch_over_an_explicit_axis_under_jit(n):
     """The axis is part of the type of what jit traces, and of its cotangent; the replicas' program knows Auto axes."""
@@ -1200,6 +1200,7 @@ def test_gradients_of_a_batch_over_an_explicit_axis_under_jit(n):
     close(jax.jit(pushed(dp))(x), pushed(one)(plain))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_a_weak_type_stays(n):
     """What `jnp.where(mask, 1.0, 0.0)` gives takes the dtype of what it meets, however many rows there are."""

@@ -77,6 +77,7 @@ def same_metrics(found, rows=61):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, want)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_metrics_are_those_of_all_rows(n):
     dp = jdp.DataParallel(MODEL, range(n))
@@ -97,6 +98,7 @@ def test_any_rows_in_any_batches(rows, cuts, n, draw):
     same_metrics(dp.evaluate(linen_metrics, VARIABLES, cut_at(*(min(c, rows) for c in cuts), rows=rows)), rows)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("give", [list, iter, "prefetch", "batches", "placed"])
 def test_all_that_prefetch_takes_and_gives(give):
     dp = jdp.DataParallel(MODEL, range(4))
@@ -289,6 +291,7 @@ def total_of_replicas(x):
 ADDED = r"is .* a sum over the replicas already.* \(psum at test_evaluate\.py:\d+\).*Leave the collective out"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("door", ["evaluate", "value_and_grad"])
 @pytest.mark.parametrize("form", ["sum", "mean", "count", "bare", "in a sum of terms"])
 def test_metrics_that_the_function_has_added_up_itself(form, door, refused):

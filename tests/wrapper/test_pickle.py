@@ -98,7 +98,7 @@ def test_functions_and_subclasses(again):
         np.testing.assert_array_equal(copied(np.float32(2), ROWS), want)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("again", [copy.deepcopy, round_trip])
 def test_nnx(devices, again):
     dp = jdp.DataParallel(Net(nnx.Rngs(0)), devices=[2, 3, 4], output_device="cpu:1")

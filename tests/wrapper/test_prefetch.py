@@ -472,7 +472,7 @@ def test_lists_and_tuples_of_batches_are_loaders():
     assert list(DP.prefetch(())) == []
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @needs_torch
 @pytest.mark.parametrize(("n", "workers"), [(1, 0), (3, 0), (8, 0), (3, 1)])
 def test_a_torch_loader(n, workers):

@@ -70,6 +70,7 @@ def test_a_function_gives_what_it_gives_on_as_many_devices(replicas, n):
         close(dp(w, X[:rows], KEY), wide(w, X[:rows], KEY))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("replicas", "n"), SHAPES)
 def test_chunks_are_those_of_as_many_devices(replicas, n):
     dp, wide = two(function(affine), replicas, n)
@@ -85,6 +86,7 @@ def test_chunks_are_those_of_as_many_devices(replicas, n):
             close(jdp.reduce_add(s), jdp.reduce_add(want))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_linen(replicas, n, reduce_state):
@@ -95,6 +97,7 @@ def test_linen(replicas, n, reduce_state):
         close(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_nnx(replicas, n):
     dp, wide = two(lambda: NNXNet(nnx.Rngs(0)), replicas, n)
@@ -106,6 +109,7 @@ def test_nnx(replicas, n):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_gradients_through_a_call(replicas, n):
     w = X[:6, :3]
@@ -146,6 +150,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_train_step(replicas, n, options):
@@ -168,10 +173,9 @@ def nnx_loss(model, batch):
     return jnp.mean((model(x) - y) ** 2)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"sync_batch_norm": True}, {"accumulate_steps": 2}], ids=str)
 @pytest.mark.parametrize(("replicas", "n"), HARD)
-@pytest.mark.budget(4)  # each size of batch is a program of its own
 def test_train_step_of_nnx(replicas, n, options):
     found = []
     for d in two(lambda: NNXNet(nnx.Rngs(0)), replicas, n):
@@ -362,6 +366,7 @@ def test_a_scatter_of_ones_own_over_other_replicas_is_refused(refused):
         dp(2.0, X[:16])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 def test_a_scatter_of_ones_own_may_leave_the_first_replicas_idle(reduce_state):
     """The state that is kept is that of the first replica that has rows, or the mean over the rows."""
