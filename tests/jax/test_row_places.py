@@ -36,7 +36,7 @@ def told(fn, *shapes, **more):
 
 
 def module(model, shape, method=None):
-    variables = model.init(jax.random.key(0), jnp.zeros((2, *shape)))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((2, *shape)))
     return lambda x: model.apply(variables, x)
 
 

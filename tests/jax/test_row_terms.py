@@ -104,7 +104,7 @@ class Time(nn.Module):
 
 def of(model, *example):
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    return model.init(rngs, *example)
+    return jax.jit(model.init)(rngs, *example)  # one program, and not one for each operation
 
 
 NET, TIME = of(Net(), ROWS["i"]), of(Time(), ROWS["t"])
