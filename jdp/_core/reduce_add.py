@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
             raise TypeError(f"jdp.reduce_add: {_path_of(s, i)} is no array; only arrays are summed. Leave it out.")
     refuse_freed(s._arrays, "reduce_add", lambda i: _path_of(s, i))
     for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True)):
-        _refuse_keys(x, _path_of(s, i))
+        _refuse_key(x, functools.partial(_path_of, s, i))
         if isinstance(leaf, Cut):
             shapes = [[*x.shape[: leaf.axis], leaf.sizes[j], *x.shape[leaf.axis + 1 :]] for j in layout.used]
             other = next((shape for shape in shapes if shape != shapes[0]), None)
@@ -85,9 +85,10 @@ def _path_of(s: Scattered, i: int) -> str:
     return name_of(s._layout.fill(s._arrays), i, "outputs")
 
 
-def _refuse_keys(x: Any, path: str) -> None:
+def _refuse_key(x: Any, path: Callable[[], str]) -> None:
+    """Raises a `TypeError` for a PRNG key; a path is made of all of the tree, so it is made for an error alone."""
     if is_key(x):
-        raise TypeError(f"jdp.reduce_add: {path} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
+        raise TypeError(f"jdp.reduce_add: {path()} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
 
 
 def _sums_of_leaves(s: Scattered) -> list[Any]:
@@ -114,13 +115,13 @@ def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
     columns, treedef = transpose_list(outputs, "reduce_add")
     sums = []
     for k, column in enumerate(columns):
-        path = name_of(outputs[0], k, "outputs")
-        _refuse_keys(column[0], path)
+        path = functools.partial(name_of, outputs[0], k, "outputs")
+        _refuse_key(column[0], path)
         for x in column[1:]:
             if x.shape != column[0].shape:
-                raise ValueError(_differ(path, "size", list(column[0].shape), list(x.shape)))
+                raise ValueError(_differ(path(), "size", list(column[0].shape), list(x.shape)))
             if x.dtype != column[0].dtype:
-                raise ValueError(_differ(path, "dtype", column[0].dtype, x.dtype))
+                raise ValueError(_differ(path(), "dtype", column[0].dtype, x.dtype))
         home = device_of(column[0]) if target is None else target
         moved = column if home is None else [jax.device_put(x, home) for x in column]
         total = jnp.asarray(functools.reduce(operator.add, moved))
