@@ -122,6 +122,11 @@ class RowValue(NamedTuple):
         return self.lasting or (self.pending if is_fault else None)
 
 
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    """Returns the first fault of these values that lasts, if there is one."""
+    return next(filter(None, (v.lasting for v in values)), None)
+
+
 ROUND = "round"
 """The place of the row that a round of a loop over the rows takes."""
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
@@ -170,12 +175,6 @@ def uniform(x: Any) -> Any:
         return None
     number = x.flat[0]
     return number if ((x == number) | (x != x) if number != number else x == number).all() else None
-
-
-def repeated(value: RowValue) -> RowValue:
-    """Returns what is known of a value that a loop computes again for each row; a fault that lasts remains."""
-    is_lost = value.kind > Kind.SHARED and value.lasting is None
-    return UNKNOWN if is_lost else value._replace(degree=None, number=None)
 
 
 def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
