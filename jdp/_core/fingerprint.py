@@ -152,7 +152,7 @@ def _finish_comparison(
 
 
 @functools.lru_cache(64)
-def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashed: bool = False) -> Any:
+def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...], are_hashed: bool = False) -> Any:
     """Returns the program that compares a list of leaves, or (`are_hashed`) a list of what `_hash_each` returned."""
     axes, is_cut = mesh.jax_mesh.axis_names, np.array([any(spec) for spec in specs], bool)
 

@@ -77,7 +77,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     sums = dispatch(made_once(_sum_everywhere, layout.mesh, make), layout.mesh, s)
     if not everywhere and sums:
         whole = layout.mesh.own.devices[0] if target is None else target
-        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
+        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], whole)
     return layout.fill(sums)
 
 

@@ -24,20 +24,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
 from .jaxprs import parameter
-from .row_values import (
-    CONST,
-    ROUND,
-    UNKNOWN,
-    Entries,
-    Fault,
-    Kind,
-    RowCount,
-    RowValue,
-    Share,
-    constant,
-    lasting,
-    uniform,
-)
+from .row_values import CONST, ROUND, UNKNOWN, Entries, Fault, Kind, RowCount, RowValue, Share, constant, uniform
 
 _OF_PAIRS = primitives.ELEMENTWISE | {"broadcast_in_dim", "transpose", "dot_general", "reduce_sum"}
 _KEEP = frozenset(["convert_element_type", "copy", "neg", "transpose"])  # keep zeros off the diagonal, and its entries
@@ -289,7 +276,8 @@ def moved(
     """Returns what is known of a result, `made`, whose entries may have come to other rows."""
     is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _misaligns(rows, eqn, values[0])
     if _indexes_rows(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
-        made = made._replace(kind=Kind.ROWS, fault=lasting(values) or Fault("pairs", (*around[::-1],), True))
+        lasting = next(filter(None, (v.lasting for v in values)), None)
+        made = made._replace(kind=Kind.ROWS, fault=lasting or Fault("pairs", (*around[::-1],), True))
     return _with_share(rows, eqn, name, values, made, around)
 
 

@@ -13,7 +13,7 @@ from . import row_primitives as primitives
 from .callers import is_made_in
 from .jaxprs import parameter
 from .row_pairs import TURNED, place_in_turn
-from .row_values import UNKNOWN, Fault, Kind, RowCount, RowValue, lasting
+from .row_values import UNKNOWN, Fault, Kind, RowCount, RowValue
 
 Picked = frozenset[int]
 """The numbers of the rows that a value is made of, each picked by its number; empty where they are not known."""
@@ -55,7 +55,7 @@ def of_picked(
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
-    lost = lasting(values)
+    lost = next(filter(None, (v.lasting for v in values)), None)
     if None in picked:
         return UNKNOWN
     order = [row for one in picked for row in one or () if len(one or ()) == 1]

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from . import row_numbers, row_pairs, row_picks
 from . import row_primitives as primitives
 from .callers import is_made_in, is_made_in_module
-from .jaxprs import CALLS, axes, inside, is_literal, opened, parameter
+from .jaxprs import CALLS, axes, inside, opened, parameter
 from .row_backward import backward_of, mixes_cotangents
 from .row_loops import BODIES
 from .row_values import (
@@ -56,8 +56,11 @@ from .row_values import (
     either,
     is_divided,
     is_padded,
-    lasting,
 )
+
+
+def lasting(values: Sequence[RowValue]) -> Fault | None:
+    return next((v.fault for v in values if v.fault is not None and v.fault.lasts), None)
 
 
 def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
@@ -98,7 +101,7 @@ class Reader:
             known[v] = row_pairs.constant_of(self.rows, v, x) if self.rows.other else constant(x, self.rows.prime)
 
         def value(v: Any) -> RowValue:
-            return self.rows.literal(v) if is_literal(v) else known.get(v, CONST)
+            return self.rows.literal(v) if hasattr(v, "val") else known.get(v, CONST)
 
         for eqn in jaxpr.eqns:
             self.around.append(eqn)

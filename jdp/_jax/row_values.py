@@ -122,11 +122,6 @@ class RowValue(NamedTuple):
         return self.lasting or (self.pending if is_fault else None)
 
 
-def lasting(values: Sequence[RowValue]) -> Fault | None:
-    """Returns the first fault of these values that lasts, if there is one."""
-    return next(filter(None, (v.lasting for v in values)), None)
-
-
 ROUND = "round"
 """The place of the row that a round of a loop over the rows takes."""
 CONST, UNKNOWN = RowValue(Kind.CONST), RowValue(Kind.UNKNOWN)
