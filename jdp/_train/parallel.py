@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.core import Tracer
 from .._core.gather import join
 from .._core.global_arrays import sharing
 from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, paths_of, way_out
-from .._core.layout import Static, Tree, Whole, is_key
+from .._core.layout import Static, Tree, Whole, as_int, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
 from .._core.programs import ReplicaProgram, dispatch, made_once
@@ -164,12 +164,13 @@ def _mesh_over(config: Config, axis_name: str) -> ReplicaMesh:
 
 
 def _checked_positions(name: str, given: Any) -> tuple[int, ...]:
-    found = (given,) if isinstance(given, int) else tuple(given)
-    if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in found):
+    found = [as_int(p) for p in (given if isinstance(given, Iterable) else (given,))]
+    numbers = {p for p in found if p is not None and p >= 0}
+    if not {*found} <= numbers:
         raise ValueError(
             f"jdp.{VERB}: {name} is {given!r}; it holds positions of arguments, from 0. Pass an int or a tuple of them."
         )
-    return tuple(sorted({*found}))
+    return tuple(sorted(numbers))
 
 
 Replicas = tuple[dict[int, Tree], Held]

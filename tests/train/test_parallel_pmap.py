@@ -175,11 +175,20 @@ def test_a_static_argument_before_the_state(same):
         (lambda: DP.parallel(lambda w, x: w, static_broadcasted_argnums=1)(W, [1]), r"args\[1\] is a list"),
         (lambda: DP.parallel(lambda w, x: w, static_broadcasted_argnums="x"), "positions of arguments"),
         (lambda: DP.parallel(lambda w, x: w, donate_argnums=-1), "donate_argnums is -1"),
+        (lambda: DP.parallel(lambda w, x: w, donate_argnums=True), "donate_argnums is True"),
     ],
 )
 def test_bad_positions(call, match, refused):
     with refused(ValueError, "parallel", match=match):
         call()
+
+
+@pytest.mark.parametrize("positions", [np.int64(1), [np.int32(1)], np.array([1])], ids=str)
+def test_positions_may_be_integers_of_numpy(same, positions):
+    """As in `jax.pmap`."""
+    how = {"static_broadcasted_argnums": positions}
+    mine = DP.parallel(lambda w, times, x: (w, x * times), **how)(W, 3, X)
+    same(mine, (jnp.asarray(W), jnp.asarray(X) * 3))
 
 
 def train(state, x):
