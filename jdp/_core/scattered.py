@@ -18,8 +18,8 @@ from .._jax.private import concrete_value
 from .._page import Page, bars, in_notebook, text
 from .devices import Device, names_of
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key, unpad
-from .outline import outline_of_leaf, page_of
 from .replica_mesh import ReplicaMesh
+from .summary import page_of, summary_of_leaf
 
 
 @jax.tree_util.register_pytree_node_class
@@ -131,7 +131,7 @@ class Scattered(Sequence[Tree]):
         if len(self) > 8:
             sizes = f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows"
             devices = f"{len({*self.devices})} devices"
-        arrays = map(outline_of_leaf, self._arrays[:8])
+        arrays = map(summary_of_leaf, self._arrays[:8])
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
 

@@ -14,10 +14,10 @@ import jax
 
 from ..._core.devices import memory_bytes
 from ..._core.layout import Static, Whole
-from ..._core.outline import bytes_on_each
 from ..._core.outputs import path_name, paths_in
 from ..._core.replica_mesh import outside_of_mesh
 from ..._core.scattered import is_scattered
+from ..._core.summary import bytes_on_each
 from ..._jax.jaxprs import constants
 from ..topology.chips import chip_of
 from .calls import Call, capture, unused_donations
