@@ -1273,7 +1273,10 @@ def test_a_wrong_input_is_not_taken_for_stacked_parameters():
     assert type(info.value).__name__ == "ScopeParamShapeError"
 
 
-@pytest.mark.parametrize("arguments", [{"axis_name": 3}, {"state_axes": "cache"}, {"state_axes": {"cache": "a"}}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"axis_name": 3}, {"state_axes": "cache"}, {"state_axes": {"cache": "a"}}, {"state_axes": {"cache": True}}],
+)
 def test_arguments_are_checked_at_construction(arguments):
     with pytest.raises(TypeError, match=rf"jdp\.DataParallel: {next(iter(arguments))} is .*must"):
         jdp.DataParallel(nn.Dense(2), range(2), **arguments)
