@@ -268,11 +268,22 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
     return rows
 
 
-def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "be cut into its two words") -> None:
-    """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
-    if x.shape == (2,) and x.dtype == np.uint32:
+def is_legacy_key(x: Any, *lead: int) -> bool:
+    """Returns True for what looks like `jax.random.PRNGKey(0)`, or like an array of such keys of the shape `lead`.
+
+    How many words it has, two or four, depends on `jax_default_prng_impl`.
+    """
+    if x.dtype != np.uint32 or x.ndim != len(lead) + 1 or x.shape[:-1] != lead:
+        return False
+    return x.shape[-1:] == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+
+
+def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "") -> None:
+    """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: words that are no rows."""
+    if is_legacy_key(x):
+        why = why or f"be cut into its {'two' if len(x) == 2 else len(x)} words"
         raise TypeError(
-            f"jdp.{verb}: {name()} is a uint32[2] array, a legacy PRNG key; it would {why}. "
+            f"jdp.{verb}: {name()} is a uint32[{len(x)}] array, a legacy PRNG key; it would {why}. "
             f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is no key, cast it to "
             f"another dtype, such as int32."
         )

@@ -17,7 +17,17 @@ from jax.core import Tracer
 
 from .._core.gather import join
 from .._core.global_arrays import sharing
-from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, paths_of, way_out
+from .._core.inputs import (
+    STACKED,
+    axes_of,
+    classify,
+    is_array,
+    is_legacy_key,
+    name_of,
+    no_further,
+    paths_of,
+    way_out,
+)
 from .._core.layout import Static, Tree, Whole, as_int, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
@@ -332,14 +342,12 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     """Returns a predicate: an array is one PRNG key per replica, as `jax.random.split(key, n)` makes for pmap."""
     leaves = [x for x in jax.tree.leaves(arguments) if getattr(x, "ndim", 0)]
 
-    def legacy(x: Any) -> bool:
-        return not is_key(x) and x.shape == (n, 2) and x.dtype == jnp.uint32
+    def are_keys(x: Any) -> bool:
+        return is_key(x) and x.shape == (n,)
 
-    rows = {
-        x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (is_key(x) and x.shape == (n,) or legacy(x))
-    }
-    # Old-style keys look like n rows of data. They count as keys if the batch has other numbers of rows.
-    return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
+    rows = {x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (are_keys(x) or is_legacy_key(x, n))}
+    # Legacy keys look like n rows of data. They count as keys if the batch has other numbers of rows.
+    return lambda x: bool(x.ndim) and (are_keys(x) or is_legacy_key(x, n) and bool(rows) and n not in rows)
 
 
 def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, dim: int) -> CallOf:

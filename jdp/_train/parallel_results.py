@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._core.inputs import STACKED, axes_of, entries
+from .._core.inputs import STACKED, axes_of, entries, is_legacy_key
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import ReplicaValue, added, is_exchanged, varying
@@ -204,5 +204,5 @@ def _is_sum(jaxpr: Any, k: Numbered, axis_name: str) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    """Returns True if it holds PRNG keys, which may differ: typed keys, or old-style keys of two words each."""
-    return is_key(x) or x.dtype == jnp.uint32 and x.shape[-1:] == (2,)
+    """Returns True if it holds PRNG keys, which may differ: typed keys, or legacy ones."""
+    return is_key(x) or is_legacy_key(x, *x.shape[:-1])

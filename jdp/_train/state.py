@@ -15,7 +15,7 @@ from flax import core, nnx, struct
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from .._core.inputs import is_unbound_axis
+from .._core.inputs import is_legacy_key, is_unbound_axis
 from .._core.layout import Tree
 from .._core.replica_mesh import ReplicaMesh
 from .._core.summary import page_of, summary, summary_of_leaf
@@ -140,7 +140,7 @@ def checked_key(key: Any) -> Any:
     """Returns the key as a typed key; it may be given in the old style."""
     if key is None:
         return None
-    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
+    if isinstance(key, jax.Array) and is_legacy_key(key):
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
         what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else f"a {type(key).__name__}"

@@ -191,6 +191,19 @@ def test_positions_may_be_integers_of_numpy(same, positions):
     same(mine, (jnp.asarray(W), jnp.asarray(X) * 3))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])  # keys of two words, and of four
+def test_one_legacy_key_for_each_replica_is_that_of_pmap(impl):
+    def draw(w, x, key):
+        return w, x[:, 0] + jax.random.uniform(key, (len(x),))
+
+    with jax.default_prng_impl(impl):
+        keys = jax.random.split(jax.random.PRNGKey(3), N)
+        _, got = DP.parallel(draw)(W, X, keys)
+        _, expected = jax.pmap(draw, in_axes=(None, 0, 0))(W, by_device(X), keys)
+    np.testing.assert_array_equal(got, expected.ravel())
+
+
 def train(state, x):
     loss, grads = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(state["w"])
     return {"w": state["w"] - 0.1 * jax.lax.pmean(grads, "data"), "step": state["step"] + 1}, loss
