@@ -371,8 +371,9 @@ def scatter_batch(
         if jax.tree_util.treedef_is_leaf(jax.tree.structure(batch, is_leaf=no_further)):
             refuse_loader(batch, verb)
     axes = axes_of_batch(config, batch, in_axes)
-    how = Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False)
-    return split(inputs, how._replace(replicas=config.replicas)), nodes
+    mesh, dim, replicas = config.mesh, config.dim, config.replicas
+    how = Cutting(mesh, dim, verb, "batch", axes=axes, layouts=layouts, place=False, replicas=replicas)
+    return split(inputs, how), nodes
 
 
 def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int, Any]]:
