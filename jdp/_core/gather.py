@@ -21,8 +21,8 @@ from .inputs import (
     flatten_batch,
     is_array,
     is_sparse,
-    name_of,
     normal_axis,
+    paths_of,
     refuse_wrapped,
     way_out,
 )
@@ -79,7 +79,7 @@ def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tr
     at = [k for k, leaf in enumerate(layout.leaves) if not isinstance(leaf, Static)]  # arrays among the leaves
 
     def name(i: int) -> str:
-        return name_of(layout.fill(s._arrays), at[i], "outputs")
+        return paths_of(layout.fill(s._arrays), "outputs")[at[i]]
 
     refuse_freed(s._arrays, "gather", name)
     in_place = [
@@ -195,7 +195,7 @@ def _of_arrays(arrays: Sequence[Any], layout: Layout, what: Callable[[Scattered]
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
     """Gathers a list of trees, as `jdp.gather` does."""
     columns, treedef = transpose_list(outputs, "gather")
-    name = functools.partial(name_of, outputs[0], root="outputs")
+    name = lambda k: paths_of(outputs[0], "outputs")[k]  # noqa: E731
     out = []
     for k, column in enumerate(columns):
         first = column[0]

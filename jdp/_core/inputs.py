@@ -209,11 +209,6 @@ def _holds_arrays(x: Any) -> bool:
     return any(is_array(value) and value.ndim for value in jax.tree.leaves(list(inside)))
 
 
-def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """Returns the path of one leaf, as `paths_of` does."""
-    return paths_of(tree, root)[index]
-
-
 def paths_of(tree: Any, root: str | tuple[str, ...], stop: Callable[[Any], bool] | None = no_further) -> list[str]:
     """Returns the path of each leaf, `args[0]['x']`; `root` names the tree, or each child of a tree that is a tuple."""
     return [_called(root, path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop)]

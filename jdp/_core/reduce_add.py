@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .devices import DeviceLike, resolve_output
 from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
-from .inputs import name_of
+from .inputs import paths_of
 from .layout import Cut, Static, Tree, Whole, is_key
 from .programs import dispatch, made_once, refuse_freed
 from .replica_mesh import make_mesh, outside_of_mesh
@@ -82,7 +82,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
 
 
 def _path_of(s: Scattered, i: int) -> str:
-    return name_of(s._layout.fill(s._arrays), i, "outputs")
+    return paths_of(s._layout.fill(s._arrays), "outputs")[i]
 
 
 def _refuse_key(x: Any, path: Callable[[], str]) -> None:
@@ -115,7 +115,7 @@ def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
     columns, treedef = transpose_list(outputs, "reduce_add")
     sums = []
     for k, column in enumerate(columns):
-        path = functools.partial(name_of, outputs[0], k, "outputs")
+        path = lambda k=k: paths_of(outputs[0], "outputs")[k]  # noqa: E731
         _refuse_key(column[0], path)
         for x in column[1:]:
             if x.shape != column[0].shape:

@@ -17,17 +17,7 @@ from jax.core import Tracer
 
 from .._core.gather import join
 from .._core.global_arrays import sharing
-from .._core.inputs import (
-    STACKED,
-    axes_of,
-    classify,
-    is_array,
-    is_legacy_key,
-    name_of,
-    no_further,
-    paths_of,
-    way_out,
-)
+from .._core.inputs import STACKED, axes_of, classify, is_array, is_legacy_key, no_further, paths_of, way_out
 from .._core.layout import Static, Tree, Whole, as_int, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
@@ -332,7 +322,7 @@ def _check_stacked(args: tuple[Any, ...], axes: Sequence[Any], n: int) -> None:
     for i, (x, axis) in enumerate(zip(leaves, axes_of(axes, args, VERB), strict=True)):
         if axis is STACKED and hasattr(x, "shape") and x.shape[:1] != (n,):
             raise ValueError(
-                f"jdp.{VERB}: {name_of(args, i, 'args')} has shape {x.shape} and is 'stacked' by in_axes; that is one "
+                f"jdp.{VERB}: {paths_of(args, 'args')[i]} has shape {x.shape} and is 'stacked' by in_axes; that is one "
                 f"entry for each of {n} replicas, along the first axis. Pass an int if it is cut into chunks of rows, "
                 f"None if it is replicated."
             )

@@ -184,6 +184,6 @@ def test_a_path_is_made_for_an_error_alone(monkeypatch, scatters):
     tree = {f"w{i}": rows(4, 2) for i in range(3)}
     outputs = jdp.scatter(tree, range(2)) if scatters else [tree, tree]
     asked = []
-    monkeypatch.setattr("jdp._core.reduce_add.name_of", lambda *args: asked.append(args) or "outputs")
+    monkeypatch.setattr("jdp._core.reduce_add.paths_of", lambda *args: asked.append(args) or ["outputs"] * 3)
     jdp.reduce_add(outputs)
     assert asked == []
