@@ -122,6 +122,16 @@ def test_imports_go_down(path):
         assert name.startswith(ONLY.get((mine, top), "") + "." * ((mine, top) in ONLY)), where
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.name == "__init__.py" and len(path.parts) > 1], ids=str
+)
+def test_a_package_that_says_what_to_read_names_each_of_its_files(path):
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    files = {file.name for file in (ROOT / path).parent.glob("*.py")} - {"__init__.py"}
+    named = {*re.findall(r"`?\b(\w+\.py)\b", docstring)}
+    assert named.isdisjoint(files) or files <= named
+
+
 KERNEL = ("_core", "_model", "_train", "_wrapper", "_jax")
 IN_KERNEL = [path for path in MODULES if path.parts[0] in KERNEL]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 import sys
 import warnings
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from .._core.layout import Tree
+from .._core.layout import Tree, as_int
 from .._core.programs import refuse_freed
 from .._processes.coordination import say
 from .._processes.exchange import by_value
@@ -337,24 +336,22 @@ def _leaves(state: Tree) -> dict[str, Any]:
 
 def _number(step: int) -> int:
     """Returns the step, which may be any kind of integer, as Python's int."""
-    try:
-        if isinstance(step, bool) or str(getattr(step, "dtype", "")) == "bool":
-            raise TypeError
-        number = operator.index(step)
-    except TypeError:
+    number = as_int(step)
+    if number is None:
         raise TypeError(
             f"jdp.{VERB}: step is {step!r:.100}, a {type(step).__name__}; a checkpoint is called by the number of its "
             f"step. Pass an int."
-        ) from None
+        )
     if number < 0:
         raise ValueError(f"jdp.{VERB}: step is {number}; the numbers of steps are 0 or more. Pass such a number.")
     return number
 
 
 def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    number = as_int(value)
+    if number is None or number < 1:
         raise ValueError(f"jdp.{VERB}: {name} is {value!r}; it is a number of 1 or more. Pass such a number.")
-    return value
+    return number
 
 
 def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) -> tuple[dict[str, Any], Any, bool]:

@@ -4,7 +4,7 @@
     replica_mesh.py    `ReplicaMesh`: the devices, which axis counts the replicas, which of them are this process's own
     inputs.py          what may be an input: kinds of leaves, axes, rows, names in messages
     layout.py          how a batch lies: torch.chunk's rule, which leaves are cut or replicated, padding
-    outline.py         describes a tree in a few lines, without its values
+    summary.py         describes a tree in a few lines, without its values
     scattered.py       `Scattered`, a tree with its layout; a call's operands and its signature
     global_arrays.py   builds arrays that span several processes from each process's part, and takes it out again
     agreement.py       the processes agree on a batch: what it is, how many rows each device has

@@ -152,7 +152,7 @@ def _finish_comparison(
 
 
 @functools.lru_cache(64)
-def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...] = (), are_hashed: bool = False) -> Any:
+def _comparison(mesh: ReplicaMesh, specs: tuple[PartitionSpec, ...], are_hashed: bool = False) -> Any:
     """Returns the program that compares a list of leaves, or (`are_hashed`) a list of what `_hash_each` returned."""
     axes, is_cut = mesh.jax_mesh.axis_names, np.array([any(spec) for spec in specs], bool)
 
@@ -233,7 +233,7 @@ def fingerprint(tree: Tree) -> np.ndarray:
         if not isinstance(x, jax.Array):
             found[i] = _hash_words(*_host_words(x))
         elif x.is_fully_replicated:
-            found[i] = _hash_one(_first_copy(x))
+            found[i] = _hash_one((jax.random.key_data(x) if is_key(x) else x).addressable_data(0))  # on one device
         else:
             cut.setdefault(getattr(x.sharding, "mesh", None), []).append(i)
     for mesh, own in cut.items():
@@ -307,8 +307,3 @@ def _host_words(x: Any) -> tuple[Any, Any]:
         return _words(jnp.asarray(x))
     pairs = np.frombuffer(x.astype(x.dtype.newbyteorder("<")).tobytes(), "<u4").reshape(*x.shape, 2)
     return pairs[..., 0], pairs[..., 1]
-
-
-def _first_copy(x: jax.Array) -> Any:
-    """Returns the whole leaf on one device, so that not every device hashes it."""
-    return (jax.random.key_data(x) if is_key(x) else x).addressable_data(0)

@@ -21,8 +21,8 @@ from .inputs import (
     flatten_batch,
     is_array,
     is_sparse,
-    name_of,
     normal_axis,
+    paths_of,
     refuse_wrapped,
     way_out,
 )
@@ -79,7 +79,7 @@ def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tr
     at = [k for k, leaf in enumerate(layout.leaves) if not isinstance(leaf, Static)]  # arrays among the leaves
 
     def name(i: int) -> str:
-        return name_of(layout.fill(s._arrays), at[i], "outputs")
+        return paths_of(layout.fill(s._arrays), "outputs")[at[i]]
 
     refuse_freed(s._arrays, "gather", name)
     in_place = [
@@ -122,7 +122,7 @@ def join(outputs: Scattered, device: Device | str | None) -> Tree:
     if {*layout.mesh.all_devices} != {target}:  # otherwise they are there already
         arrays = [_one_copy(x, leaf, layout) for x, leaf in zip(arrays, layout.arrays, strict=True)]
         bring = _through_the_host if target.platform == _HOST else _from_device_to_device
-        arrays = bring(arrays, [target] * len(arrays))
+        arrays = bring(arrays, target)
     return layout.fill(arrays if layout.is_even else jitted_for(_of_arrays, layout, unpadded)(arrays))
 
 
@@ -136,7 +136,7 @@ def _join_own(arrays: list[Any], own: Layout, device: Device | str | None) -> Tr
     if device != "sharded":
         target = own.devices[0] if device is None else device
         whole = [i for i, leaf in enumerate(own.arrays) if isinstance(leaf, Whole)]
-        copies = put_all([arrays[i].addressable_data(0) for i in whole], [target] * len(whole))
+        copies = put_all([arrays[i].addressable_data(0) for i in whole], target)
         for i, x in zip(whole, copies, strict=True):
             arrays[i] = x
     return own.fill(arrays)
@@ -154,14 +154,14 @@ def _one_copy(x: Any, leaf: Leaf, layout: Layout) -> Any:
 _HOST = "cpu"  # the platform whose devices share the host's memory
 
 
-def _through_the_host(arrays: Sequence[Any], where: Sequence[Device]) -> list[Any]:
+def _through_the_host(arrays: Sequence[Any], device: Device) -> list[Any]:
     """Puts the arrays on a device of the host. The caller has asked for that, so no transfer guard may stop it."""
     with jax.transfer_guard_device_to_host("allow"):
-        return put_all(arrays, where)
+        return put_all(arrays, device)
 
 
-def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> list[Any]:
-    """Puts the arrays on one device, as `put_all` does, without the host in between.
+def _from_device_to_device(arrays: Sequence[Any], device: Device) -> list[Any]:
+    """Puts the arrays on a device, as `put_all` does, without the host in between.
 
     `device_put` reads an array that is cut over several devices through the host, and waits there for the program that
     computes it. The parts on the devices are arrays themselves, and are sent directly.
@@ -169,7 +169,7 @@ def _from_device_to_device(arrays: Sequence[Any], where: Sequence[Device]) -> li
     if not arrays:
         return []
     parts, axes = zip(*[_parts_of(x) for x in arrays], strict=True)
-    moved = iter(put_all([part for of_one in parts for part in of_one], [where[0]] * sum(map(len, parts))))
+    moved = iter(put_all([part for of_one in parts for part in of_one], device))
     return _joined_parts([[next(moved) for _ in of_one] for of_one in parts], axes)
 
 
@@ -195,7 +195,7 @@ def _of_arrays(arrays: Sequence[Any], layout: Layout, what: Callable[[Scattered]
 def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) -> Tree:
     """Gathers a list of trees, as `jdp.gather` does."""
     columns, treedef = transpose_list(outputs, "gather")
-    name = functools.partial(name_of, outputs[0], root="outputs")
+    name = lambda k: paths_of(outputs[0], "outputs")[k]  # noqa: E731
     out = []
     for k, column in enumerate(columns):
         first = column[0]
@@ -219,7 +219,7 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
                 )
         home = device_of(first) if device is None or device == "sharded" else device
         if home is not None:
-            column = put_all(column, [home] * len(column))
+            column = put_all(column, home)
         if not first.ndim:
             column = [jnp.expand_dims(x, 0) for x in column]
         out.append(jnp.concatenate(column, axis=axis))
@@ -319,7 +319,7 @@ def _common_or_stacked(column: Sequence[Any], home: Device, n: int, dim: int, ro
             f"those are part of the one program of all replicas. Return 0-d arrays (np.float32(x)), or equal ones."
         )
     traced = any(isinstance(x, Tracer) for x in column)
-    values = list(column) if traced else put_all(list(column), [home] * len(column))
+    values = list(column) if traced else put_all(list(column), home)
     return jnp.stack([*values, *values[-1:] * (n - len(values))]), STACKED
 
 

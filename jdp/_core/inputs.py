@@ -209,11 +209,6 @@ def _holds_arrays(x: Any) -> bool:
     return any(is_array(value) and value.ndim for value in jax.tree.leaves(list(inside)))
 
 
-def name_of(tree: Any, index: int, root: str | tuple[str, ...]) -> str:
-    """Returns the path of one leaf, as `paths_of` does."""
-    return paths_of(tree, root)[index]
-
-
 def paths_of(tree: Any, root: str | tuple[str, ...], stop: Callable[[Any], bool] | None = no_further) -> list[str]:
     """Returns the path of each leaf, `args[0]['x']`; `root` names the tree, or each child of a tree that is a tuple."""
     return [_called(root, path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop)]
@@ -268,11 +263,22 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
     return rows
 
 
-def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "be cut into its two words") -> None:
-    """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: two words that are not two rows."""
-    if x.shape == (2,) and x.dtype == np.uint32:
+def is_legacy_key(x: Any, *lead: int) -> bool:
+    """Returns True for what looks like `jax.random.PRNGKey(0)`, or like an array of such keys of the shape `lead`.
+
+    How many words it has, two or four, depends on `jax_default_prng_impl`.
+    """
+    if x.dtype != np.uint32 or x.ndim != len(lead) + 1 or x.shape[:-1] != lead:
+        return False
+    return x.shape[-1:] == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+
+
+def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "") -> None:
+    """Raises a `TypeError` for what looks like `jax.random.PRNGKey(0)`: words that are no rows."""
+    if is_legacy_key(x):
+        why = why or f"be cut into its {'two' if len(x) == 2 else len(x)} words"
         raise TypeError(
-            f"jdp.{verb}: {name()} is a uint32[2] array, a legacy PRNG key; it would {why}. "
+            f"jdp.{verb}: {name()} is a uint32[{len(x)}] array, a legacy PRNG key; it would {why}. "
             f"Pass a typed key, jax.random.key(seed) (or jax.random.wrap_key_data(key)); if it is no key, cast it to "
             f"another dtype, such as int32."
         )

@@ -21,8 +21,8 @@ from .._jax.rewrites import with_adjoints_in
 from .._processes.coordination import text_of
 from .devices import outside
 from .inputs import is_unbound_axis
-from .layout import Cut, Layout, Leaf, Static, Tree, Whole
-from .outputs import Outputs, refuse_other_axes, returned
+from .layout import Cut, Layout, Static, Tree, Whole
+from .outputs import Outputs, paths_in, refuse_other_axes, returned
 from .programs import SIZES, Recent, ReplicaProgram, dispatch, made_once
 from .replica_mesh import HALVES, ReplicaMesh, outside_of_mesh
 from .replicate import broadcast
@@ -420,8 +420,7 @@ def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
 def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signature: Signature, name: str) -> None:
     """Warns, once, where Python values that differ from call to call compile the same program over and over."""
     layouts = [node for node in signature.layouts if node]
-    named = [(path, leaf) for x in layouts for path, leaf in _named_leaves(x) if isinstance(leaf, Static)]
-    statics = tuple(leaf for _, leaf in named)
+    statics = tuple(leaf for x in layouts for leaf in x.leaves if isinstance(leaf, Static))
     if not statics:
         return
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
@@ -429,22 +428,18 @@ def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signatu
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
     values.add(statics)
     if len(values) == _MANY_VALUES:
-        changed = [one for i, one in enumerate(named) if len({others[i] for others in values}) > 1]
-        (path, leaf), more = changed[0], f" and {len(changed) - 1} more" * (len(changed) > 1)
+        named = [pair for x in layouts for pair in zip(paths_in(x.treedef), x.leaves, strict=True)]
+        paths = [jax.tree_util.keystr(path) for path, leaf in named if isinstance(leaf, Static)]
+        first, *others = [i for i, each in enumerate(zip(*values, strict=True)) if len({*each}) > 1]
+        more = f" and {len(others)} more" * bool(others)
         warnings.warn(
             f"jdp.{signature.verb}: {name} is compiled for the {_MANY_VALUES}th time for inputs that differ only in "
-            f"Python values: {path} is {repr(leaf.value)[:80]} now{more}. Each value is part of the program. Pass a "
-            f"number that changes between calls as an array, jnp.asarray(value), and leave strings out of the batch.",
+            f"Python values: {paths[first]} is {repr(statics[first].value)[:80]} now{more}. Each value is part of the "
+            f"program. Pass a number that changes between calls as an array, jnp.asarray(value), and leave strings out "
+            f"of the batch.",
             UserWarning,
             stacklevel=outside(),
         )
 
 
 _MANY_VALUES = 4
-
-
-def _named_leaves(layout: Layout) -> Sequence[tuple[str, Leaf]]:
-    """Returns the leaves of scattered arguments, each with its path."""
-    numbered = jax.tree.unflatten(layout.treedef, range(layout.treedef.num_leaves))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-    return [*zip(paths, layout.leaves, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .devices import DeviceLike, resolve_output
 from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
-from .inputs import name_of
+from .inputs import paths_of
 from .layout import Cut, Static, Tree, Whole, is_key
 from .programs import dispatch, made_once, refuse_freed
 from .replica_mesh import make_mesh, outside_of_mesh
@@ -64,7 +64,7 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
             raise TypeError(f"jdp.reduce_add: {_path_of(s, i)} is no array; only arrays are summed. Leave it out.")
     refuse_freed(s._arrays, "reduce_add", lambda i: _path_of(s, i))
     for i, (x, leaf) in enumerate(zip(s._arrays, layout.arrays, strict=True)):
-        _refuse_keys(x, _path_of(s, i))
+        _refuse_key(x, functools.partial(_path_of, s, i))
         if isinstance(leaf, Cut):
             shapes = [[*x.shape[: leaf.axis], leaf.sizes[j], *x.shape[leaf.axis + 1 :]] for j in layout.used]
             other = next((shape for shape in shapes if shape != shapes[0]), None)
@@ -77,17 +77,18 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     sums = dispatch(made_once(_sum_everywhere, layout.mesh, make), layout.mesh, s)
     if not everywhere and sums:
         whole = layout.mesh.own.devices[0] if target is None else target
-        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], [whole] * len(sums))
+        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], whole)
     return layout.fill(sums)
 
 
 def _path_of(s: Scattered, i: int) -> str:
-    return name_of(s._layout.fill(s._arrays), i, "outputs")
+    return paths_of(s._layout.fill(s._arrays), "outputs")[i]
 
 
-def _refuse_keys(x: Any, path: str) -> None:
+def _refuse_key(x: Any, path: Callable[[], str]) -> None:
+    """Raises a `TypeError` for a PRNG key; a path is made of all of the tree, so it is made for an error alone."""
     if is_key(x):
-        raise TypeError(f"jdp.reduce_add: {path} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
+        raise TypeError(f"jdp.reduce_add: {path()} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
 
 
 def _sums_of_leaves(s: Scattered) -> list[Any]:
@@ -114,13 +115,13 @@ def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
     columns, treedef = transpose_list(outputs, "reduce_add")
     sums = []
     for k, column in enumerate(columns):
-        path = name_of(outputs[0], k, "outputs")
-        _refuse_keys(column[0], path)
+        path = lambda k=k: paths_of(outputs[0], "outputs")[k]  # noqa: E731
+        _refuse_key(column[0], path)
         for x in column[1:]:
             if x.shape != column[0].shape:
-                raise ValueError(_differ(path, "size", list(column[0].shape), list(x.shape)))
+                raise ValueError(_differ(path(), "size", list(column[0].shape), list(x.shape)))
             if x.dtype != column[0].dtype:
-                raise ValueError(_differ(path, "dtype", column[0].dtype, x.dtype))
+                raise ValueError(_differ(path(), "dtype", column[0].dtype, x.dtype))
         home = device_of(column[0]) if target is None else target
         moved = column if home is None else [jax.device_put(x, home) for x in column]
         total = jnp.asarray(functools.reduce(operator.add, moved))

@@ -101,7 +101,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
             leaves[i] = jax.device_put(leaves[i], mesh.own.devices[0])
     values = [own_memory(leaves[i], mesh) if verb == "replicate" else leaves[i] for i in away]
     refuse_traced(values, mesh, verb)
-    moved = [put(x, target) for x in values] if mesh.spans_processes else put_all(values, [target] * len(values))
+    moved = [put(x, target) for x in values] if mesh.spans_processes else put_all(values, target)
     for i, x in zip(away, moved, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)

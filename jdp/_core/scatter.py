@@ -22,7 +22,6 @@ from .inputs import (
     checked_dim,
     classify,
     flatten_batch,
-    name_of,
     no_further,
     normal_axis,
     paths_of,
@@ -150,7 +149,7 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
         leaves, treedef = jax.tree.flatten(inputs, is_leaf=no_further)
 
     def name(i: int) -> str:
-        return name_of(inputs, i, how.root)
+        return paths_of(inputs, how.root)[i]
 
     axes = [how.dim] * len(leaves) if how.axes is None else axes_of(how.axes, inputs, how.verb)
     values, specs = _kinds_of_leaves(leaves, axes, how, name)

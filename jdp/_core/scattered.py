@@ -18,8 +18,8 @@ from .._jax.private import concrete_value
 from .._page import Page, bars, in_notebook, text
 from .devices import Device, names_of
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key, unpad
-from .outline import outline_of_leaf, page_of
 from .replica_mesh import ReplicaMesh
+from .summary import page_of, summary_of_leaf
 
 
 @jax.tree_util.register_pytree_node_class
@@ -131,7 +131,7 @@ class Scattered(Sequence[Tree]):
         if len(self) > 8:
             sizes = f"{len(self)} chunks of {min(self.sizes)} to {max(self.sizes)} rows"
             devices = f"{len({*self.devices})} devices"
-        arrays = map(outline_of_leaf, self._arrays[:8])
+        arrays = map(summary_of_leaf, self._arrays[:8])
         more = f" and {len(self._arrays) - 8} more" if len(self._arrays) > 8 else ""
         return f"Scattered({sizes}, devices=({devices}), padded arrays: {', '.join(arrays) or 'none'}{more})"
 
@@ -259,13 +259,14 @@ def on_mesh(s: Scattered, mesh: ReplicaMesh) -> Scattered:
     return placed(Scattered(s._arrays, named))
 
 
-def put_all(arrays: Sequence[Any], where: Sequence[Any]) -> list[Any]:
-    """Puts several arrays onto devices, in one call if that works."""
+def put_all(arrays: Sequence[Any], where: Any) -> list[Any]:
+    """Puts several arrays onto devices, in one call if that works; `where` is a place for all, or a list of places."""
     # One array: a list would be one more tree to flatten. Tracers: with one device_put for all outputs, the eager
     # gradient of a model with a scan fails on a cotangent of another output's shape (jax 0.10.2; not 0.12).
     if len(arrays) < 2 or any(isinstance(x, Tracer) for x in arrays):
-        return [jax.device_put(x, to) for x, to in zip(arrays, where, strict=True)]
-    return jax.device_put(list(arrays), list(where))
+        places = where if isinstance(where, list) else [where] * len(arrays)
+        return [jax.device_put(x, to) for x, to in zip(arrays, places, strict=True)]
+    return jax.device_put(list(arrays), where)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -383,9 +384,7 @@ class Signature(NamedTuple):
         )
 
 
-def flatten_call(
-    replicas: Tree, inputs: Scattered, kwargs: Scattered | None, verb: str = "parallel_apply"
-) -> tuple[list[Any], Signature]:
+def flatten_call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None, verb: str) -> tuple[list[Any], Signature]:
     """Returns the operands of a call, and its signature."""
     nodes, treedef = jax.tree.flatten((replicas, inputs, kwargs), is_leaf=is_scattered)
     operands = [x for node in nodes for x in (node._arrays if is_scattered(node) else (node,))]

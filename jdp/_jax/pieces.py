@@ -18,7 +18,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .jaxprs import Env, bind, env_of, evaluate_eqn, inside, is_literal, parts_of_scan, read
+from .jaxprs import Env, bind, env_of, evaluate_eqn, inside, is_literal, opened, parts_of_scan, read
 
 
 class ShardedOperand(NamedTuple):
@@ -64,16 +64,15 @@ def without_calls(jaxpr: Any) -> Any:
 
     def run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         env = env_of(jaxpr, operands)
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for eqn in opened(jaxpr).eqns:
             if eqn.primitive.name in _JITS:
                 (body,) = inside(eqn)
                 env.update(zip(eqn.outvars, run(body, [read(env, v) for v in eqn.invars]), strict=True))
             else:
                 evaluate_eqn(eqn, env)
-        return [read(env, v) for v in getattr(jaxpr, "jaxpr", jaxpr).outvars]
+        return [read(env, v) for v in opened(jaxpr).outvars]
 
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return jax.make_jaxpr(lambda *operands: run(jaxpr, operands))(*[v.aval for v in inner.invars])
+    return jax.make_jaxpr(lambda *operands: run(jaxpr, operands))(*[v.aval for v in opened(jaxpr).invars])
 
 
 class _View(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .callers import is_made_in_module
 from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan, reached
-from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either, repeated
+from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either
 
 Parts = dict[int | str, float | None]
 """What a value in a loop depends on. The keys are the indices of carried numbers; ROW is the row of the round, and
@@ -76,6 +76,12 @@ def _rounds(
         if all(map(is_as, after, carry)):
             return after, outputs[len(carry) :]
         carry = after
+
+
+def repeated(value: RowValue) -> RowValue:
+    """Returns what is known of a value that a loop computes again for each row; a fault that lasts remains."""
+    is_lost = value.kind > Kind.SHARED and value.lasting is None
+    return UNKNOWN if is_lost else value._replace(degree=None, number=None)
 
 
 def _at_end(

@@ -174,12 +174,6 @@ def uniform(x: Any) -> Any:
     return number if ((x == number) | (x != x) if number != number else x == number).all() else None
 
 
-def repeated(value: RowValue) -> RowValue:
-    """Returns what is known of a value that a loop computes again for each row; a fault that lasts remains."""
-    is_lost = value.kind > Kind.SHARED and value.lasting is None
-    return UNKNOWN if is_lost else value._replace(degree=None, number=None)
-
-
 def collected(eqn: Any, value: RowValue, at: tuple[Any, ...]) -> RowValue:
     """Returns what is known of a value after a collective."""
     if value.kind == Kind.CONST:

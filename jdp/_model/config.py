@@ -85,7 +85,7 @@ class Config:
         mesh = devices if isinstance(devices, Mesh) else None
         axis_name = _name_of_axis(axis_name, mesh)
         axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
-        if any(not isinstance(axis, int) for axis in axes):
+        if None in map(as_int, axes):
             raise TypeError(f"jdp.{verb}: state_axes is {state_axes!r}; it must map names to ints, as {{'cache': 0}}.")
         if reduce_state not in ("primary", "mean"):
             raise ValueError(
@@ -108,7 +108,7 @@ class Config:
         self.out_axes: Tree = copy.deepcopy(out_axes)
         self.axis_name: str = axis_name
         self.reduce_state: Reduce = reduce_state
-        self.state_axes: dict[Any, int] = dict(state_axes or {})
+        self.state_axes: dict[Any, int] = {name: operator.index(axis) for name, axis in (state_axes or {}).items()}
         self.shard_params: bool = bool(shard_params)
         self.mesh: ReplicaMesh = make_mesh(self.devices, axis_name) if mesh is None else replica_mesh(mesh, axis_name)
         self.refuse_grouped(verb, shard_params=self.shard_params, replicas=replicas is not None)
@@ -371,8 +371,9 @@ def scatter_batch(
         if jax.tree_util.treedef_is_leaf(jax.tree.structure(batch, is_leaf=no_further)):
             refuse_loader(batch, verb)
     axes = axes_of_batch(config, batch, in_axes)
-    how = Cutting(config.mesh, config.dim, verb, "batch", axes=axes, layouts=layouts, place=False)
-    return split(inputs, how._replace(replicas=config.replicas)), nodes
+    mesh, dim, replicas = config.mesh, config.dim, config.replicas
+    how = Cutting(mesh, dim, verb, "batch", axes=axes, layouts=layouts, place=False, replicas=replicas)
+    return split(inputs, how), nodes
 
 
 def take_objects(config: Config, batch: Tree, verb: str) -> tuple[Tree, dict[int, Any]]:

@@ -3,6 +3,7 @@
 In reading order:
 
     coordination.py       JAX's coordination service, as a few functions; `DesyncError`
+    places.py             what a process writes of where it is, and how long the others wait for it
     watch.py              where each process is; a process that waits too long learns where the others are
     exchange.py           each process writes a text for a call, and reads those of all; a wait names the absent
     agree.py              all processes are about to run the same program

@@ -17,9 +17,9 @@ The training step:
     step_options.py      its options, and which of them contradict each other
     step.py              `TrainStep` for variables, and what it shares with the other
     nnx_step.py          `NNXTrainStep` for an NNX module
-    state.py             `jdp.TrainState`, the optimizer's update, and which arrays may be donated
+    state.py             `jdp.TrainState` and the optimizer's update of it
     computation.py       what a step computes, as a pure function of the state and the batch
-    program.py           the step as one program, compiled for batches of each layout and dispatched
+    program.py           the step as one program: compiled, dispatched, and which arrays it may free
     compiler_options.py  how XLA combines the gradients that are sent, on several GPUs
     state_shardings.py   where the arrays of a state lie, and their bytes on a device
     deterministic.py     the step as single-device programs, with the same bits on any number of devices

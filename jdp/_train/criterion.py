@@ -220,7 +220,8 @@ class Passes:
         cut, *_, forms = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
         outputs = jax.tree.map(_array_of_all_rows, cut, is_leaf=is_scattered)
         out, cotangents, direct = self.differentiated(forms, outputs, replicas, inputs, kwargs)
-        leaves = [s._layout.arrays[0] for s in _scattered_leaves(cut) if has_cotangent(s._arrays[0])]
+        each = jax.tree.leaves(cut, is_leaf=is_scattered)
+        leaves = [s._layout.arrays[0] for s in each if has_cotangent(s._arrays[0])]
         arrays = [padded(ct, leaf, inputs._layout) for ct, leaf in zip(cotangents, leaves, strict=True)]
         return with_last(inputs, arrays, leaves), out, direct
 
@@ -292,10 +293,6 @@ def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
         return call
 
     return call_of
-
-
-def _scattered_leaves(tree: Tree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=is_scattered)
 
 
 def _array_of_all_rows(s: Scattered) -> Any:

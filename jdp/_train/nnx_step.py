@@ -15,10 +15,10 @@ from jax.core import Tracer
 
 from .._core.fingerprint import check_made_alike
 from .._core.layout import Tree
-from .._core.outline import page_of
 from .._core.programs import are_freed, capturing
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scattered import placed
+from .._core.summary import page_of
 from .._jax.private import trace_state_clean
 from .._model.config import Wrapper, training
 from .._model.nnx import own_values, take_nodes

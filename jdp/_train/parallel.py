@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +17,8 @@ from jax.core import Tracer
 
 from .._core.gather import join
 from .._core.global_arrays import sharing
-from .._core.inputs import STACKED, axes_of, classify, is_array, name_of, no_further, paths_of, way_out
-from .._core.layout import Static, Tree, Whole, is_key
+from .._core.inputs import STACKED, axes_of, classify, is_array, is_legacy_key, no_further, paths_of, way_out
+from .._core.layout import Static, Tree, Whole, as_int, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
 from .._core.programs import ReplicaProgram, dispatch, made_once
@@ -164,12 +164,13 @@ def _mesh_over(config: Config, axis_name: str) -> ReplicaMesh:
 
 
 def _checked_positions(name: str, given: Any) -> tuple[int, ...]:
-    found = (given,) if isinstance(given, int) else tuple(given)
-    if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in found):
+    found = [as_int(p) for p in (given if isinstance(given, Iterable) else (given,))]
+    numbers = {p for p in found if p is not None and p >= 0}
+    if not {*found} <= numbers:
         raise ValueError(
             f"jdp.{VERB}: {name} is {given!r}; it holds positions of arguments, from 0. Pass an int or a tuple of them."
         )
-    return tuple(sorted({*found}))
+    return tuple(sorted(numbers))
 
 
 Replicas = tuple[dict[int, Tree], Held]
@@ -321,7 +322,7 @@ def _check_stacked(args: tuple[Any, ...], axes: Sequence[Any], n: int) -> None:
     for i, (x, axis) in enumerate(zip(leaves, axes_of(axes, args, VERB), strict=True)):
         if axis is STACKED and hasattr(x, "shape") and x.shape[:1] != (n,):
             raise ValueError(
-                f"jdp.{VERB}: {name_of(args, i, 'args')} has shape {x.shape} and is 'stacked' by in_axes; that is one "
+                f"jdp.{VERB}: {paths_of(args, 'args')[i]} has shape {x.shape} and is 'stacked' by in_axes; that is one "
                 f"entry for each of {n} replicas, along the first axis. Pass an int if it is cut into chunks of rows, "
                 f"None if it is replicated."
             )
@@ -331,14 +332,12 @@ def _per_replica(arguments: Tree, n: int, dim: int) -> Callable[[Any], bool]:
     """Returns a predicate: an array is one PRNG key per replica, as `jax.random.split(key, n)` makes for pmap."""
     leaves = [x for x in jax.tree.leaves(arguments) if getattr(x, "ndim", 0)]
 
-    def legacy(x: Any) -> bool:
-        return not is_key(x) and x.shape == (n, 2) and x.dtype == jnp.uint32
+    def are_keys(x: Any) -> bool:
+        return is_key(x) and x.shape == (n,)
 
-    rows = {
-        x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (is_key(x) and x.shape == (n,) or legacy(x))
-    }
-    # Old-style keys look like n rows of data. They count as keys if the batch has other numbers of rows.
-    return lambda x: bool(x.ndim) and (is_key(x) and x.shape == (n,) or legacy(x) and bool(rows) and n not in rows)
+    rows = {x.shape[dim] for x in leaves if -x.ndim <= dim < x.ndim and not (are_keys(x) or is_legacy_key(x, n))}
+    # Legacy keys look like n rows of data. They count as keys if the batch has other numbers of rows.
+    return lambda x: bool(x.ndim) and (are_keys(x) or is_legacy_key(x, n) and bool(rows) and n not in rows)
 
 
 def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, dim: int) -> CallOf:

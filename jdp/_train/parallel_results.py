@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._core.inputs import STACKED, axes_of, entries
+from .._core.inputs import STACKED, axes_of, entries, is_legacy_key
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._jax.jaxprs import ReplicaValue, added, is_exchanged, varying
@@ -78,7 +78,8 @@ def mark_results(
         if same is not None and axis is None:
             unused = {s: tree for s, tree in unused.items() if not s.startswith(same) and not same.startswith(s)}
             olds = zip(jax.tree_util.tree_leaves_with_path(states[same]), leaves, strict=True)
-            kept += [_as_state(new, same + jax.tree_util.keystr(path), old) for (path, old), new in olds]
+            for (path, old), new in olds:
+                kept.append(dataclasses.replace(new, name=same + jax.tree_util.keystr(path), old=old))
         elif same is not None and out_axes is None and same != "args[0]" and 0 < len(leaves) < treedef.num_nodes:
             fits = tuple(None if i == k else a for i, a in enumerate(axes))
             raise ValueError(
@@ -92,10 +93,6 @@ def mark_results(
         marks = [_mark(x, a, gathered, reduce) for x, a in zip(leaves, where, strict=True)]
         marked.append(treedef.unflatten(marks))
     return type(out)(marked) if several else marked[0], kept
-
-
-def _as_state(result: Numbered, name: str, old: Numbered) -> Numbered:
-    return dataclasses.replace(result, name=name, old=old)
 
 
 def axes_of_each(axes: Any, count: int, name: str, what: str) -> list[Any]:
@@ -132,7 +129,7 @@ def kept_nodes(before: Tree, after: Tree, names: Mapping[Any, str]) -> list[Numb
         if path in was and not isinstance(variable, nnx.Intermediate | nnx.RngKey):
             name = ".".join([names.get(path[0], "kwargs"), *map(str, path[1:])])
             pairs = zip(jax.tree.leaves(was[path]), jax.tree.leaves(variable), strict=False)
-            kept += [_as_state(new, name, old) for old, new in pairs]
+            kept += [dataclasses.replace(new, name=name, old=old) for old, new in pairs]
     return kept
 
 
@@ -204,5 +201,5 @@ def _is_sum(jaxpr: Any, k: Numbered, axis_name: str) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    """Returns True if it holds PRNG keys, which may differ: typed keys, or old-style keys of two words each."""
-    return is_key(x) or x.dtype == jnp.uint32 and x.shape[-1:] == (2,)
+    """Returns True if it holds PRNG keys, which may differ: typed keys, or legacy ones."""
+    return is_key(x) or is_legacy_key(x, *x.shape[:-1])

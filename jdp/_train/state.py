@@ -15,10 +15,10 @@ from flax import core, nnx, struct
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from .._core.inputs import is_unbound_axis
+from .._core.inputs import is_legacy_key, is_unbound_axis
 from .._core.layout import Tree
-from .._core.outline import outline, outline_of_leaf, page_of
 from .._core.replica_mesh import ReplicaMesh
+from .._core.summary import page_of, summary, summary_of_leaf
 from .._jax.jaxprs import filled_with
 from .._jax.private import trace_state_clean
 from .._page import Page, in_notebook
@@ -59,13 +59,13 @@ class TrainState(struct.PyTreeNode):
     key: jax.Array | None = None
 
     def __repr__(self) -> str:
-        return outline("TrainState", self)
+        return summary("TrainState", self)
 
     @in_notebook
     def _repr_html_(self) -> Page:
         parts = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
-        key = "none" if self.key is None else outline_of_leaf(self.key)
-        return page_of("TrainState", [("step", outline_of_leaf(self.step)), ("key", key)], parts)
+        key = "none" if self.key is None else summary_of_leaf(self.key)
+        return page_of("TrainState", [("step", summary_of_leaf(self.step)), ("key", key)], parts)
 
 
 def first_values(tx: Any) -> Callable[[Tree], tuple[Any, Tree]]:
@@ -140,7 +140,7 @@ def checked_key(key: Any) -> Any:
     """Returns the key as a typed key; it may be given in the old style."""
     if key is None:
         return None
-    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.PRNGKey(0).shape:
+    if isinstance(key, jax.Array) and is_legacy_key(key):
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
         what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else f"a {type(key).__name__}"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -264,9 +263,10 @@ def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
         for a in (argnums if isinstance(argnums, tuple | list) else [argnums])
     ]
-    if not given or any(isinstance(p, bool) or not isinstance(p, int | np.integer) for p, _ in given):
+    numbers = [as_int(p) for p, _ in given]
+    if not given or None in numbers:
         raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
-    return tuple((int(p), hashable(wrt)) for p, wrt in given)
+    return tuple((p, hashable(wrt)) for p, (_, wrt) in zip(numbers, given, strict=True) if p is not None)
 
 
 def hashable(wrt: Any) -> Any:

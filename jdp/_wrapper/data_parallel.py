@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
 from .._core.fingerprint import check_replicas
 from .._core.layout import Tree
-from .._core.outline import bytes_on_each, page_of
 from .._core.parallel_apply import in_replica
 from .._core.replica_mesh import outside_of_mesh
 from .._core.replicate import broadcast, refuse_freed_in, sharded
+from .._core.summary import bytes_on_each, page_of
 from .._jax.private import is_tabulated
 from .._model import linen as _linen
 from .._model import nnx as _nnx

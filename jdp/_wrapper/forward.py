@@ -268,9 +268,8 @@ def scatter_arguments(
         axes = (tuple(in_axes), config.dim)
     own = devices is config.devices
     mesh, layouts = (config.mesh, config.layouts) if own else (config.mesh_of(devices), None)
-    roots = ("args", "kwargs")
-    how = Cutting(mesh, config.dim, "DataParallel", roots, axes=axes, layouts=layouts, place=False)
-    how = how._replace(replicas=config.replicas)
+    roots, replicas = ("args", "kwargs"), config.replicas
+    how = Cutting(mesh, config.dim, "DataParallel", roots, axes=axes, layouts=layouts, place=False, replicas=replicas)
     args, kw = children(split((tuple(inputs), dict(kwargs)), how))
     return args, kw
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._core.agreement import Finish, begin, layout_of_all, without_rows
 from .._core.inputs import ARRAYS, flatten_batch
-from .._core.layout import Cut, Tree
+from .._core.layout import Cut, Tree, as_int
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, as_scattered, prepare, put_early, sizes_of_all
 from .._core.scattered import Scattered, holds_scattered, is_scattered, leaf_by_leaf
@@ -69,12 +69,12 @@ def prefetch(dp: Wrapper[object], batches: Iterable[Tree], size: int = 2, *, in_
 
     Source: `prefetch_to_device` in flax/jax_utils.py.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+    number = as_int(size)
+    if number is None or number < 0:
         raise ValueError(f"jdp.prefetch: size is {size!r}; it is how many batches wait ahead. Pass 0 or more.")
     refuse_one_batch(batches, "prefetch")
-    return Prefetched(
-        _scattered(dp._config, batches, size, copy.deepcopy(in_axes)), batches, dp._config.mesh.spans_processes
-    )
+    scattered = _scattered(dp._config, batches, number, copy.deepcopy(in_axes))
+    return Prefetched(scattered, batches, dp._config.mesh.spans_processes)
 
 
 class Prefetched(Iterator[Tree]):

@@ -547,6 +547,12 @@ def test_leaves_that_are_no_arrays_are_refused(tmp_path, refused):
             checkpointer.save(1, {})
 
 
+def test_numbers_may_be_integers_of_numpy(tmp_path):
+    with jdp.Checkpointer(tmp_path, keep=np.int64(1), every=np.int32(2)) as checkpointer:
+        assert [checkpointer.save(np.int64(n), {"w": np.ones(2)}) for n in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+
 @pytest.mark.parametrize("kwargs", [{"keep": 0}, {"every": 0}, {"keep": True}, {"every": 1.5}], ids=str)
 def test_numbers_below_one_are_refused(tmp_path, refused, kwargs):
     with refused(ValueError, "Checkpointer", match=f"{next(iter(kwargs))} is"):

@@ -176,3 +176,14 @@ def test_gradients_through_reduce_add_where_some_sums_are_not_used():
 
     np.testing.assert_allclose(jax.grad(lambda w: sums(w)["a"].sum())(np.float32(2)), NUMBERS[:8].sum(), rtol=1e-5)
     np.testing.assert_allclose(jax.grad(lambda w: sums(w)["b"])(np.float32(2)), NUMBERS[:8].sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scatters", [True, False], ids=["scattered", "list"])
+def test_a_path_is_made_for_an_error_alone(monkeypatch, scatters):
+    """The path of a leaf takes as long to find as the tree is large: for each leaf, that was a second for 400."""
+    tree = {f"w{i}": rows(4, 2) for i in range(3)}
+    outputs = jdp.scatter(tree, range(2)) if scatters else [tree, tree]
+    asked = []
+    monkeypatch.setattr("jdp._core.reduce_add.paths_of", lambda *args: asked.append(args) or ["outputs"] * 3)
+    jdp.reduce_add(outputs)
+    assert asked == []

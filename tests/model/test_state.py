@@ -268,6 +268,13 @@ def test_rnn_carry_is_cut_and_gathered_like_the_batch(n, size):
         assert got["carry"]["count"] == step
 
 
+@pytest.mark.full
+def test_the_axis_of_state_may_be_an_integer_of_numpy():
+    dp = jdp.DataParallel(Counter(), devices=range(2), state_axes={"carry": np.int64(0)})
+    _, got = dp.apply(dp.init(jax.random.key(0), ROWS[:4]), ROWS[:4], mutable=["carry"])
+    np.testing.assert_allclose(got["carry"]["h"], np.tanh(ROWS[:4]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [5, 6])
 def test_state_with_a_batch_axis_that_nobody_has_named(size):
     dp = jdp.DataParallel(Counter(), devices=range(2))

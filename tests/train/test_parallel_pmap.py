@@ -175,11 +175,33 @@ def test_a_static_argument_before_the_state(same):
         (lambda: DP.parallel(lambda w, x: w, static_broadcasted_argnums=1)(W, [1]), r"args\[1\] is a list"),
         (lambda: DP.parallel(lambda w, x: w, static_broadcasted_argnums="x"), "positions of arguments"),
         (lambda: DP.parallel(lambda w, x: w, donate_argnums=-1), "donate_argnums is -1"),
+        (lambda: DP.parallel(lambda w, x: w, donate_argnums=True), "donate_argnums is True"),
     ],
 )
 def test_bad_positions(call, match, refused):
     with refused(ValueError, "parallel", match=match):
         call()
+
+
+@pytest.mark.parametrize("positions", [np.int64(1), [np.int32(1)], np.array([1])], ids=str)
+def test_positions_may_be_integers_of_numpy(same, positions):
+    """As in `jax.pmap`."""
+    how = {"static_broadcasted_argnums": positions}
+    mine = DP.parallel(lambda w, times, x: (w, x * times), **how)(W, 3, X)
+    same(mine, (jnp.asarray(W), jnp.asarray(X) * 3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])  # keys of two words, and of four
+def test_one_legacy_key_for_each_replica_is_that_of_pmap(impl):
+    def draw(w, x, key):
+        return w, x[:, 0] + jax.random.uniform(key, (len(x),))
+
+    with jax.default_prng_impl(impl):
+        keys = jax.random.split(jax.random.PRNGKey(3), N)
+        _, got = DP.parallel(draw)(W, X, keys)
+        _, expected = jax.pmap(draw, in_axes=(None, 0, 0))(W, by_device(X), keys)
+    np.testing.assert_array_equal(got, expected.ravel())
 
 
 def train(state, x):

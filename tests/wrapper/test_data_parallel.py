@@ -1274,7 +1274,10 @@ def test_a_wrong_input_is_not_taken_for_stacked_parameters():
     assert type(info.value).__name__ == "ScopeParamShapeError"
 
 
-@pytest.mark.parametrize("arguments", [{"axis_name": 3}, {"state_axes": "cache"}, {"state_axes": {"cache": "a"}}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"axis_name": 3}, {"state_axes": "cache"}, {"state_axes": {"cache": "a"}}, {"state_axes": {"cache": True}}],
+)
 def test_arguments_are_checked_at_construction(arguments):
     with pytest.raises(TypeError, match=rf"jdp\.DataParallel: {next(iter(arguments))} is .*must"):
         jdp.DataParallel(nn.Dense(2), range(2), **arguments)
@@ -1526,3 +1529,13 @@ def test_chunks_of_a_subclass_keep_their_own_values_under_jit():
         return dp(np.float32(1), x)
 
     assert jax.jit(run)(np.float32(2), np.float32(3)).tolist() == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])  # keys of two words, and of four
+@pytest.mark.parametrize("in_axes, why", [(None, "be cut into its"), ((0, None), "make all replicas draw the same")])
+def test_a_legacy_key_of_any_generator_is_refused(refused, impl, in_axes, why):
+    with jax.default_prng_impl(impl):
+        key = jax.random.PRNGKey(0)
+        dp = jdp.DataParallel(lambda w, x, key: x + jax.random.uniform(key, (len(x),)), range(2), in_axes=in_axes)
+        with refused(TypeError, "DataParallel", match=rf"args\[1\] is a uint32\[{len(key)}\] array, a .*{why}"):
+            dp(np.float32(1), np.zeros(len(key), np.float32), key)

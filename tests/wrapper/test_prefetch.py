@@ -44,6 +44,10 @@ def test_every_batch_comes_once_and_in_order(size, count):
         np.testing.assert_array_equal(jdp.gather(scattered), batch)
 
 
+def test_the_size_may_be_an_integer_of_numpy():
+    assert [batch.rows for batch in DP.prefetch(batches(3), size=np.int64(2))] == [5, 5, 5]
+
+
 def test_what_it_yields_takes_the_place_of_the_batch(devices):
     rows = [np.arange(2.0 * n, dtype=np.float32).reshape(n, 2) for n in (8, 8, 5, 0, 1)]
     for scattered, batch in zip(DP.prefetch(rows), rows, strict=True):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from ..._core.layout import Cut, Layout, Stack, Tree
 from ..._core.programs import FlatProgram, ReplicaProgram, intercept
 from ..._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
-from ..._core.scattered import Scattered, is_scattered
+from ..._core.scattered import Scattered, holds_scattered, is_scattered
 from ..._core.shards import cut_axis_of, params_of, shard
 from ..._jax.private import compilations
 from ..._train.computation import jit_of_state
@@ -114,7 +114,7 @@ def _takes_parameters(fn: Callable[..., Any], first: Any) -> bool:
     config = getattr(getattr(owner, "_dp", owner), "_config", None)
     if isinstance(first, TrainState) or config is not None and config.kind == "nnx":
         return False
-    return not any(map(is_scattered, jax.tree.leaves(first, is_leaf=is_scattered)))
+    return not holds_scattered(first)
 
 
 def own_axis(x: Any) -> int | None:

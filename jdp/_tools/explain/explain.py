@@ -14,10 +14,10 @@ import jax
 
 from ..._core.devices import memory_bytes
 from ..._core.layout import Static, Whole
-from ..._core.outline import bytes_on_each
-from ..._core.outputs import path_name
+from ..._core.outputs import path_name, paths_in
 from ..._core.replica_mesh import outside_of_mesh
 from ..._core.scattered import is_scattered
+from ..._core.summary import bytes_on_each
 from ..._jax.jaxprs import constants
 from ..topology.chips import chip_of
 from .calls import Call, capture, unused_donations
@@ -204,9 +204,8 @@ def unscattered(call: Call, jaxpr: Any) -> tuple[str, ...]:
     found = []
     for scattered in call.batch:
         layout = scattered._layout
-        numbered = jax.tree_util.tree_leaves_with_path(layout.treedef.unflatten(range(layout.treedef.num_leaves)))
-        named = zip(numbered, layout.leaves, strict=True)
-        names = [path_name(path) for (path, _), leaf in named if not isinstance(leaf, Static)]
+        named = zip(paths_in(layout.treedef), layout.leaves, strict=True)
+        names = [path_name(path) for path, leaf in named if not isinstance(leaf, Static)]
         for x, leaf, name in zip(scattered._arrays, layout.arrays, names, strict=True):
             if isinstance(leaf, Whole) and rows in x.shape[:1]:
                 found.append(f"argument {name or '0'}: {x.dtype}{list(x.shape)}")

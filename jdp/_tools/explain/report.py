@@ -189,13 +189,18 @@ class Report:
         return out.getvalue().rstrip()
 
 
+# The heads of the two tables, which the page has, too.
+_OF_AMOUNTS = ("each device", "amount", "of one device", "from")
+_OF_COLLECTIVES = ("kind", "of", "amount", "runs", "in flight", "carries")
+
+
 def _blocks(r: Report) -> Iterator[Block]:
     yield Title(_title(r))
-    yield Table(("each device", "amount", "of one device", "from"), tuple(_amounts(r)))
+    yield Table(_OF_AMOUNTS, tuple(_amounts(r)))
     yield Title("collectives, in the order of the program")
     if r.collectives:
         rows = tuple(map(_collective, r.collectives[:_MANY]))
-        yield Table(("kind", "of", "amount", "runs", "in flight", "carries"), rows)
+        yield Table(_OF_COLLECTIVES, rows)
         if len(r.collectives) > _MANY:
             yield Text(f"and {len(r.collectives) - _MANY} more (report.collectives)")
     else:
@@ -286,7 +291,7 @@ def _notes(r: Report) -> Iterator[str]:
 def page_of_report(r: Report, waits: bool = True) -> Page:
     """Returns the report as a page; without `waits`, it lacks the numbers that need a compilation first."""
     notes = [text(note, "bad") for note in _notes(r)]
-    amounts = table(("each device", "amount", "of one device", "from"), _amounts(r, waits))
+    amounts = table(_OF_AMOUNTS, _amounts(r, waits))
     body = [*notes, section("what happens when", *_timeline(r)), section("memory of a device", *_memory(r))]
     body += [section("collectives, in the order of the program", *_collectives(r)), section("amounts", amounts)]
     return Page(_title(r), body)
@@ -363,4 +368,4 @@ def _collectives(r: Report) -> Iterator[Html]:
         *cells, few = _collective(c)
         names = tag("div", ", ".join(c.parameters), class_="names")
         rows.append((*cells, names if len(c.parameters) < 4 else tag("details", tag("summary", few), names)))
-    yield table(("kind", "of", "amount", "runs", "in flight", "carries"), rows)
+    yield table(_OF_COLLECTIVES, rows)

@@ -13,16 +13,16 @@ from .._page import Page, bars, in_bytes, table, tag, text
 from .layout import Tree
 
 
-def outline(name: str, tree: Tree) -> str:
+def summary(name: str, tree: Tree) -> str:
     """Returns the tree in a few lines, one for each leaf: its path and what it is."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {outline_of_leaf(x)}" for path, x in leaves[:12]]
+    lines = [f"  {jax.tree_util.keystr(path) or 'leaf'}: {summary_of_leaf(x)}" for path, x in leaves[:12]]
     if len(leaves) > 12:
         lines.append(f"  ... and {len(leaves) - 12} more of {len(leaves)}")
     return "\n".join([f"{name}(", *lines, ")"]) if lines else f"{name}()"
 
 
-def outline_of_leaf(x: Any) -> str:
+def summary_of_leaf(x: Any) -> str:
     """Returns the dtype, shape and place of an array, but never its values; or the type and value of a Python value."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         text = repr(x) if isinstance(x, bool | int | float | complex | str) else ""
@@ -58,7 +58,7 @@ def page_of(title: str, facts: Sequence[tuple[str, object]], trees: Mapping[str,
         body += [text("on each device"), bars([(name, size, in_bytes(size)) for name, size in sizes.items()])]
     for name, tree in trees.items():
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        rows = [(jax.tree_util.keystr(path) or name, outline_of_leaf(x)) for path, x in leaves[:_MANY]]
+        rows = [(jax.tree_util.keystr(path) or name, summary_of_leaf(x)) for path, x in leaves[:_MANY]]
         rows += [(f"and {len(leaves) - _MANY} more", "")] * (len(leaves) > _MANY)
         shapes = [x.shape for _, x in leaves if hasattr(x, "shape")]
         told = f"{name}: {sum(map(math.prod, shapes)):,} numbers in {len(shapes)} array{'s' * (len(shapes) != 1)}"
