@@ -608,7 +608,7 @@ WAYS = {
     ),
     "a loop until all rows are done": (
         lambda e: jax.lax.while_loop(lambda v: jnp.abs(v).max() > 0.1, lambda v: v / 2, e).mean(),
-        r"a loop that ends when all rows are done.*jnp\.where\(done, old, new\) in the loop's body, or pass the loss as",
+        r"a loop that ends when all rows are done.*jnp\.where\(done, old, new\) in the loop's body, or pass",
     ),
 }
 
