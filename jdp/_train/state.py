@@ -385,9 +385,28 @@ def _clips_each_row(opt_state: Tree) -> bool:
 
 
 def shapes_of(tree: Tree) -> Tree:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
-    )
+    """Returns the shape of each leaf, and the dtype that it has on a device: that of float64 may be float32."""
+
+    def of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = getattr(x, "dtype", None) or jnp.result_type(x)
+        return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(of, tree)
+
+
+def with_dtypes_of(expected: Tree, tree: Tree) -> Tree:
+    """Returns the tree with its Python numbers as arrays of the expected dtypes, where these hold them as they are.
+
+    A rate that the user has set, `state.opt_state.hyperparams["learning_rate"] = 1`, is of the state's own dtype then.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        return tree
+
+    def of(x: Any, to: jax.ShapeDtypeStruct) -> Any:
+        fits = isinstance(x, int | float) and not isinstance(x, np.generic) and jnp.result_type(x, to.dtype) == to.dtype
+        return np.asarray(x, to.dtype) if fits else x
+
+    return jax.tree.map(of, tree, expected)
 
 
 def no_rows(verb: str) -> ValueError:
