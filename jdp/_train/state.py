@@ -226,6 +226,16 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
     return tx if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation(tx.init, tx.update)
 
 
+def refuse_own_update(optimizer: nnx.Optimizer[Any]) -> None:
+    """Raises a `TypeError` if the optimizer has an `update` that is not that of flax: a step would not call it."""
+    if not type(optimizer).update.__module__.startswith("flax."):
+        raise TypeError(
+            f"jdp.{VERB}: tx is a {type(optimizer).__name__}, an nnx.Optimizer with an update of its own; a step "
+            f"applies optimizer.tx, and does not call update. Write what it does as a transformation in optax.chain, "
+            f"or after the step, or take the gradients with dp.value_and_grad and call optimizer.update."
+        )
+
+
 def opt_shapes(tx: Any, params: Tree) -> Tree:
     """Returns the shapes of the optimizer's state; raises a `TypeError` if `tx` needs more than a step passes."""
     shapes = jax.eval_shape(tx.init, params)
@@ -256,6 +266,7 @@ def check_optimizer(tx: Any, params: Tree, opt_state: Tree) -> None:
 
 def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
     """Returns a function from params to the tree that the optimizer was made for: the model's, or its wrapper's."""
+    refuse_own_update(optimizer)
     if not jax.tree.leaves(params):
         raise ValueError(
             f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "

@@ -1639,3 +1639,20 @@ def test_a_number_in_a_state_is_not_rounded_to_the_dtype_that_is_expected():
     state = step.init({"params": single(PARAMS)})
     with pytest.raises(ValueError, match=r"opt_state.count is float32\[\], int32\[\] is expected"):
         step(state.replace(opt_state=state.opt_state._replace(count=0.5)), batch(4))
+
+
+def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
+    """A step applies the transformation: what such an update does beside it, an average say, would be left out."""
+
+    class Doubled(nnx.Optimizer):
+        def update(self, model, grads, **kwargs):
+            super().update(model, jax.tree.map(lambda g: 2 * g, grads), **kwargs)
+
+    class Named(nnx.Optimizer):
+        """Has all that nnx.Optimizer has."""
+
+    dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), range(2))
+    with refused(TypeError, "train_step", "tx is a Doubled, an nnx.Optimizer with an update of its own"):
+        dp.train_step(lambda model, x: model(x).mean(), Doubled(dp.module, SGD, wrt=nnx.Param))
+    for kind in (Named, nnx.ModelAndOptimizer):
+        dp.train_step(lambda model, x: model(x).mean(), kind(dp.module, SGD, wrt=nnx.Param))
