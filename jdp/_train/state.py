@@ -226,6 +226,16 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
     return tx if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation(tx.init, tx.update)
 
 
+def refuse_own_update(optimizer: nnx.Optimizer[Any]) -> None:
+    """Raises a `TypeError` if the optimizer has an `update` that is not that of flax: a step would not call it."""
+    if not type(optimizer).update.__module__.startswith("flax."):
+        raise TypeError(
+            f"jdp.{VERB}: tx is a {type(optimizer).__name__}, an nnx.Optimizer with an update of its own; a step "
+            f"applies optimizer.tx, and does not call update. Write what it does as a transformation in optax.chain, "
+            f"or after the step, or take the gradients with dp.value_and_grad and call optimizer.update."
+        )
+
+
 def opt_shapes(tx: Any, params: Tree) -> Tree:
     """Returns the shapes of the optimizer's state; raises a `TypeError` if `tx` needs more than a step passes."""
     shapes = jax.eval_shape(tx.init, params)
@@ -256,6 +266,7 @@ def check_optimizer(tx: Any, params: Tree, opt_state: Tree) -> None:
 
 def view_of(optimizer: nnx.Optimizer, params: Tree) -> Callable[[Tree], Tree]:
     """Returns a function from params to the tree that the optimizer was made for: the model's, or its wrapper's."""
+    refuse_own_update(optimizer)
     if not jax.tree.leaves(params):
         raise ValueError(
             f"jdp.{VERB}: the model has no variables of {optimizer.wrt}; those are what the optimizer updates. Make it "
@@ -385,9 +396,28 @@ def _clips_each_row(opt_state: Tree) -> bool:
 
 
 def shapes_of(tree: Tree) -> Tree:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
-    )
+    """Returns the shape of each leaf, and the dtype that it has on a device: that of float64 may be float32."""
+
+    def of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = getattr(x, "dtype", None) or jnp.result_type(x)
+        return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(of, tree)
+
+
+def with_dtypes_of(expected: Tree, tree: Tree) -> Tree:
+    """Returns the tree with its Python numbers as arrays of the expected dtypes, where these hold them as they are.
+
+    A rate that the user has set, `state.opt_state.hyperparams["learning_rate"] = 1`, is of the state's own dtype then.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        return tree
+
+    def of(x: Any, to: jax.ShapeDtypeStruct) -> Any:
+        fits = isinstance(x, int | float) and not isinstance(x, np.generic) and jnp.result_type(x, to.dtype) == to.dtype
+        return np.asarray(x, to.dtype) if fits else x
+
+    return jax.tree.map(of, tree, expected)
 
 
 def no_rows(verb: str) -> ValueError:

@@ -89,18 +89,19 @@ def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: AxisRule) -> Tree:
     """Returns the sharding of each array of a tree, if every array that can be cut is cut."""
 
     def where(x: Any) -> NamedSharding:
-        return mesh.along(axis(x, mesh.size))
+        return mesh.along(axis(x if hasattr(x, "shape") else jax.typeof(x), mesh.size))
 
     return jax.tree.map(where, tree)
 
 
 def bytes_of(tree: Tree, to: Tree) -> Bytes:
-    """Returns the bytes that a tree takes with its arrays' shardings; traced arrays will have those in `to`."""
+    """Returns the bytes that a tree takes by its shardings; what is traced or on the host will have those in `to`."""
     cut = whole = 0
     targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
     for x, target in zip(jax.tree.leaves(tree), targets, strict=True):
-        where = target if isinstance(x, Tracer) else x.sharding
-        size = x.dtype.itemsize * math.prod(where.shard_shape(x.shape))
+        is_placed = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        where, aval = x.sharding if is_placed else target, jax.typeof(x)
+        size = aval.dtype.itemsize * math.prod(where.shard_shape(aval.shape))
         if where.is_fully_replicated:
             whole += size
         else:

@@ -48,6 +48,7 @@ from .state import (
     thawed,
     too_many,
     was_donated,
+    with_dtypes_of,
 )
 from .state_shardings import Bytes, bytes_of
 from .step_options import StepOptions, check_shards, resolved
@@ -368,7 +369,7 @@ class TrainStep(Step[TrainState]):
         if is_new or self._program.inner_shardings is not self._inner_shardings:  # it has seen another state since
             self._program.note_shardings(state.params, state.state)
         if is_new:
-            state = self._program.placed(state, owned)
+            state = self._program.placed(with_dtypes_of(self._shapes, state), owned)
             leaves, treedef = jax.tree.flatten(state)
         return state, scattered, (leaves, treedef), nodes
 
@@ -423,7 +424,8 @@ class TrainStep(Step[TrainState]):
             expected = shapes.replace(opt_state=opt_shapes(self._program.tx, shapes.params))
         else:
             expected = self._shapes
-        difference = first_difference(shapes, expected)
+        state = with_dtypes_of(expected, state)
+        difference = first_difference(shapes_of(state), expected)
         if difference is not None:
             raise ValueError(
                 f"jdp.{VERB}: state{difference}; a step takes the states of one model and optimizer. Pass a state that "

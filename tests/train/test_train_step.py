@@ -1609,3 +1609,52 @@ def test_the_gradients_of_a_mean_are_added_up_and_no_more(options, rows):
 
     (divisions, products, dots), more = operations(1), operations(5)
     assert more[:2] == [divisions, products] and more[2] > dots > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"shard_params": True}], ids=str)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_hyperparameter_that_is_set_is_of_the_state_s_own_dtype(options, in_place):
+    """`hyperparams["learning_rate"] = 1`, in the state itself or in a copy, is what optax takes on one device."""
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    step = step_of(4, vector, tx, **options)
+    variables = {"params": single(PARAMS)}
+    state, params, opt_state = step.init(variables), variables["params"], tx.init(variables["params"])
+    for rate in (0.5, 1, np.float64(0.25), np.float32(0.1), None):
+        grads = jax.grad(lambda p: vector({"params": p}, batch(10)).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, _ = step(state, batch(10))
+        close_to_rounding(state.params, params)
+        if rate is not None:
+            if not in_place:
+                state = jax.tree.map(lambda x: x, state)
+            opt_state.hyperparams["learning_rate"] = state.opt_state.hyperparams["learning_rate"] = rate
+            assert step.optimizer_bytes(state).whole >= 4
+    assert state.opt_state.hyperparams["learning_rate"].dtype == jnp.float32
+    assert step.check(state, batch(10))
+
+
+def test_a_number_in_a_state_is_not_rounded_to_the_dtype_that_is_expected():
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = step_of(2, scalar, tx)
+    state = step.init({"params": single(PARAMS)})
+    with pytest.raises(ValueError, match=r"opt_state.count is float32\[\], int32\[\] is expected"):
+        step(state.replace(opt_state=state.opt_state._replace(count=0.5)), batch(4))
+
+
+def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
+    """A step applies the transformation: what such an update does beside it, an average say, would be left out."""
+
+    class Doubled(nnx.Optimizer):
+        def update(self, model, grads, **kwargs):
+            super().update(model, jax.tree.map(lambda g: 2 * g, grads), **kwargs)
+
+    class Named(nnx.Optimizer):
+        """Has all that nnx.Optimizer has."""
+
+    dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), range(2))
+    with refused(TypeError, "train_step", "tx is a Doubled, an nnx.Optimizer with an update of its own"):
+        dp.train_step(lambda model, x: model(x).mean(), Doubled(dp.module, SGD, wrt=nnx.Param))
+    for kind in (Named, nnx.ModelAndOptimizer):
+        dp.train_step(lambda model, x: model(x).mean(), kind(dp.module, SGD, wrt=nnx.Param))
