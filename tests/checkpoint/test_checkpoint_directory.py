@@ -810,18 +810,20 @@ def test_a_run_that_a_failed_save_ends_puts_everything_back(tmp_path, monkeypatc
         filters = logging.getLogger("absl").filters
         return [sys.unraisablehook, sys.excepthook, sys.exit, threading.excepthook, *handlers, *filters]
 
+    # An earlier test's failed save may still be there, and go meanwhile.
     before = patched()
     with pytest.raises(RuntimeError, match="step 2 was not saved"), jdp.Checkpointer(tmp_path / "run") as checkpointer:
-        assert patched() != before
+        own = [x for x in patched() if x not in before]
+        assert len(own) >= 3  # a hook, a handler and a filter
         checkpointer.save(1, np.ones(2))
         checkpointer.wait()
         shutil.move(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("no directory any more")
         checkpointer.save(2, np.ones(2))
-    end = time.monotonic() + 10
-    while patched() != before and time.monotonic() < end:
+    end = time.monotonic() + 60
+    while any(x in own for x in patched()) and time.monotonic() < end:
         time.sleep(0.01)
-    assert patched() == before
+    assert not [x for x in patched() if x in own]
 
 
 @pytest.mark.parametrize(
