@@ -270,7 +270,7 @@ def is_legacy_key(x: Any, *lead: int) -> bool:
     """
     if x.dtype != np.uint32 or x.shape[:-1] != lead or x.shape[-1:] not in ((2,), (4,)):
         return False
-    return x.shape[-1:] == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+    return x.shape[-1:] == jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
 
 
 def refuse_legacy_key(x: Any, verb: str, name: Callable[[], str], why: str = "") -> None:

@@ -213,7 +213,7 @@ class Layout:
 def as_int(x: Any) -> int | None:
     """Returns an integer of Python's, numpy's or jax's as an int; None for anything else, a bool too."""
     try:
-        return None if isinstance(x, bool) else operator.index(x)
+        return None if isinstance(x, bool | np.bool_) else operator.index(x)
     except TypeError:
         return None
 

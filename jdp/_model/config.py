@@ -84,8 +84,8 @@ class Config:
         dim = checked_dim(verb, dim)
         mesh = devices if isinstance(devices, Mesh) else None
         axis_name = _name_of_axis(axis_name, mesh)
-        axes = state_axes.values() if isinstance(state_axes, Mapping) else [state_axes] if state_axes else []
-        if None in map(as_int, axes):
+        axes = state_axes or {}
+        if not isinstance(axes, Mapping) or None in map(as_int, axes.values()):
             raise TypeError(f"jdp.{verb}: state_axes is {state_axes!r}; it must map names to ints, as {{'cache': 0}}.")
         if reduce_state not in ("primary", "mean"):
             raise ValueError(
@@ -108,7 +108,7 @@ class Config:
         self.out_axes: Tree = copy.deepcopy(out_axes)
         self.axis_name: str = axis_name
         self.reduce_state: Reduce = reduce_state
-        self.state_axes: dict[Any, int] = {name: operator.index(axis) for name, axis in (state_axes or {}).items()}
+        self.state_axes: dict[Any, int] = {name: operator.index(axis) for name, axis in axes.items()}
         self.shard_params: bool = bool(shard_params)
         self.mesh: ReplicaMesh = make_mesh(self.devices, axis_name) if mesh is None else replica_mesh(mesh, axis_name)
         self.refuse_grouped(verb, shard_params=self.shard_params, replicas=replicas is not None)

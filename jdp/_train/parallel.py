@@ -164,7 +164,8 @@ def _mesh_over(config: Config, axis_name: str) -> ReplicaMesh:
 
 
 def _checked_positions(name: str, given: Any) -> tuple[int, ...]:
-    found = [as_int(p) for p in (given if isinstance(given, Iterable) else (given,))]
+    one = as_int(given)
+    found = [as_int(p) for p in given] if one is None and isinstance(given, Iterable) else [one]
     numbers = {p for p in found if p is not None and p >= 0}
     if not {*found} <= numbers:
         raise ValueError(

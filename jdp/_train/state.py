@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -226,9 +227,12 @@ def checked_optimizer(tx: Any) -> optax.GradientTransformation:
     return tx if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation(tx.init, tx.update)
 
 
+_UPDATES = (nnx.Optimizer.update, nnx.ModelAndOptimizer.update)
+
+
 def refuse_own_update(optimizer: nnx.Optimizer[Any]) -> None:
     """Raises a `TypeError` if the optimizer has an `update` that is not that of flax: a step would not call it."""
-    if not type(optimizer).update.__module__.startswith("flax."):
+    if "update" in vars(optimizer) or type(optimizer).update not in _UPDATES:
         raise TypeError(
             f"jdp.{VERB}: tx is a {type(optimizer).__name__}, an nnx.Optimizer with an update of its own; a step "
             f"applies optimizer.tx, and does not call update. Write what it does as a transformation in optax.chain, "
@@ -396,26 +400,34 @@ def _clips_each_row(opt_state: Tree) -> bool:
 
 
 def shapes_of(tree: Tree) -> Tree:
-    """Returns the shape of each leaf, and the dtype that it has on a device: that of float64 may be float32."""
+    """Returns the shape of each leaf, and the dtype that it has on a device: numpy's float64 may be float32 there."""
 
     def of(x: Any) -> jax.ShapeDtypeStruct:
         dtype = getattr(x, "dtype", None) or jnp.result_type(x)
-        return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+        if isinstance(x, np.ndarray | np.generic):
+            dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
     return jax.tree.map(of, tree)
 
 
 def with_dtypes_of(expected: Tree, tree: Tree) -> Tree:
-    """Returns the tree with its Python numbers as arrays of the expected dtypes, where these hold them as they are.
+    """Returns the tree with its Python numbers as arrays of the expected dtypes, where these hold them.
 
     A rate that the user has set, `state.opt_state.hyperparams["learning_rate"] = 1`, is of the state's own dtype then.
+    A float is rounded, as JAX does; an int is not.
     """
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         return tree
 
     def of(x: Any, to: jax.ShapeDtypeStruct) -> Any:
-        fits = isinstance(x, int | float) and not isinstance(x, np.generic) and jnp.result_type(x, to.dtype) == to.dtype
-        return np.asarray(x, to.dtype) if fits else x
+        if type(x) not in (int, float) or not jnp.issubdtype(to.dtype, np.inexact if type(x) is float else np.number):
+            return x
+        with np.errstate(all="ignore"), contextlib.suppress(OverflowError):
+            number = np.asarray(x).astype(to.dtype)
+            if number == x if type(x) is int else np.isfinite(number) or not np.isfinite(x):
+                return number
+        return x
 
     return jax.tree.map(of, tree, expected)
 

@@ -77,10 +77,7 @@ ENDS = {
 SLOW = [pytest.mark.full]
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize(
-    "end", [pytest.param(end, marks=[] if end in ("last line", "Ctrl-C") else SLOW) for end in ENDS]
-)
+@pytest.mark.parametrize("end", [pytest.param(end, marks=[] if end == "Ctrl-C" else SLOW) for end in ENDS])
 def test_the_last_save_is_waited_for(tmp_path, end):
     line, status, said = ENDS[end]
     code, out, error = program(tmp_path, f"after(); checkpointer.save(1, state)\n{line}")

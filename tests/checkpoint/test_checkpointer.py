@@ -187,7 +187,7 @@ def test_it_saves_at_multiples_and_keeps_the_newest(tmp_path):
         assert checkpointer.restore(np.zeros(2, int))[0].tolist() == [20, 20]
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 8])
 def test_the_state_may_be_donated_right_after_save(tmp_path, spread, n):
     step = jax.jit(lambda x: jax.tree.map(lambda a: a * -1 + 7, x), donate_argnums=0)
@@ -365,7 +365,7 @@ HARM = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("wrong cursor", "flipped bit")
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
 def test_the_newest_intact_one_is_restored_and_the_warning_names_the_other(tmp_path, harm):
     state = damaged(tmp_path, harm)
@@ -393,6 +393,7 @@ def test_a_missing_file_that_says_nothing_about_values_does_no_harm(tmp_path, na
         np.testing.assert_array_equal(got[k], v + 2)
 
 
+@pytest.mark.full
 def test_saving_goes_on_after_damage_and_deletes_nothing_of_it(tmp_path, capsys):
     state = damaged(tmp_path, truncate, steps=(1, 2, 4))
     damage = {p.relative_to(tmp_path / "4"): p.read_bytes() for p in files(tmp_path / "4", ".")}
@@ -410,6 +411,7 @@ def test_saving_goes_on_after_damage_and_deletes_nothing_of_it(tmp_path, capsys)
         assert checkpointer.restore(state)[1] == 44
 
 
+@pytest.mark.full
 def test_going_back_on_purpose_sets_the_abandoned_future_aside(tmp_path, capsys):
     state = damaged(tmp_path, lambda path: None, steps=(1, 2, 3))
     for expected in ("3.set-aside", "3.set-aside-2"):

@@ -499,8 +499,8 @@ def mean_over_loop(params, x, sizes):
     return (jnp.stack(losses) ** 2).sum()
 
 
+@pytest.mark.one_case("2-3-jit")
 @pytest.mark.each_value
-@pytest.mark.one_case("5-4-eager", "2-3-jit")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("size, n", [(8, 2), (7, 3), (5, 4), (2, 3)])
 def test_gradients_are_those_of_the_loop(devices, wrap, size, n):

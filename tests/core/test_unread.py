@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import one_in
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,7 +187,7 @@ READS = {  # ways to read batch["scale"], a Python number
 
 
 @pytest.mark.parametrize("way", READS)
-@pytest.mark.parametrize("deep", [False, True], ids=["batch", "nested"])
+@pytest.mark.parametrize("deep", one_in(2, [False, True]), ids=["batch", "nested"])
 def test_each_way_to_read_a_value_makes_it_part_of_the_program(way, deep):
     read = READS[way]
 

@@ -303,7 +303,6 @@ def test_nccl_p2p_disable_is_tried_once_for_each_kind_and_copies_have_other_reme
     assert text.count("copy gpu:") == 4 and "copy: 2 more, marked in the table above" in text
 
 
-@pytest.mark.full
 def test_a_kind_of_test_that_hangs_costs_two_deadlines_at_most(doctor, fake):
     fake(3, answer="if test == 'permute': time.sleep(600)")
     code, report = doctor("--json", "--timeout", "0.7")
@@ -619,7 +618,6 @@ def test_nvidia_smi_is_read_and_may_hang_or_fail(tmp_path, monkeypatch):
     assert found == {"gpus": [], "gpus_error": "nvidia-smi fails: no devices were found"}
 
 
-@pytest.mark.full
 def test_gpus_that_jax_does_not_use_are_a_problem_and_the_exit_code_tells(doctor, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # nobody asks for CPUs
     monkeypatch.setattr(machine, "nvidia_smi", lambda: {"gpus": [CARD]})

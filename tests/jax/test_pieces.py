@@ -53,7 +53,7 @@ def in_pieces(fn, w, x, most, gather, axis=1):
     return jax.tree.unflatten(jax.tree.structure(shapes), run_in_pieces(jaxpr, [*operands, x], most))
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("200")
 @pytest.mark.parametrize("most", [0, 200, 1 << 20])
 def test_values_and_gradients_are_those_of_the_whole_program(most):
     """Bit for bit: no sum is taken in another order."""

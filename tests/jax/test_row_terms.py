@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import one_in
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
@@ -1549,7 +1550,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", one_in(4, COUNTS))
 def test_a_function_that_asks_for_its_number_of_rows(name):
     fn, kind = COUNTS[name]
     assert counted(fn) == [kind]

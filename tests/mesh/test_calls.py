@@ -73,7 +73,7 @@ def thirds(w, x):
 NARROW_WHOLE = {**SPECS, "narrow": P()}
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "n"), [("4x2", 10), ("2x4", 3), ("4x2", 1), ("2x2", 7)])
 def test_uneven_replicas_that_move_parts_of_arrays_inside_do_not_wait_for_each_other(name, n):
     """XLA cuts an array that is cut already by collective-permutes, for which it needs the devices of all replicas."""
@@ -157,7 +157,7 @@ def test_an_annotation_with_more_axes_than_the_value():
     close(dp(variables, x), plain.apply(plain.init(jax.random.key(0), x), x), 1e-5, 1e-5)
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["in the mesh", "lazily"])
 @pytest.mark.parametrize("name", ["4x2", "one replica", "explicit", "2x2"])
 def test_annotations_of_nnx(name, how):
@@ -384,6 +384,7 @@ def test_16_bits(dtype, refused):
             )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("size", [8, 7])
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 def test_state_and_outputs_of_16_bits_that_are_one_for_all(reduce_state, size):

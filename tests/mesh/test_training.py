@@ -314,6 +314,7 @@ def test_annotated_models_train(name):
     lies_as({"wide": mu["wide"]["kernel"], "narrow": model.narrow.kernel[...], "bias": model.narrow.bias[...]})
 
 
+@pytest.mark.full
 def test_evaluate_prefetch_and_batches():
     mesh, data = mesh_of("4x2"), rows(23)
     dp, w = jdp.DataParallel(mlp, mesh), placed(mesh)

@@ -214,6 +214,7 @@ def test_state_of_the_model_loads_in_the_wrapped_one():
     assert jax.tree.structure(nnx.state(dp.module)) == jax.tree.structure(nnx.state(bare))
 
 
+@pytest.mark.full
 def test_optimizer_trains_the_wrapper_as_the_loop_over_chunks_would():
     dp, bare = wrap(Net(nnx.Rngs(0)), 3), Net(nnx.Rngs(0))
     x, labels = ROWS[:5], ROWS[5:10, :2]
@@ -827,7 +828,7 @@ def _another_key():
 K, V = nnx.PathContains("k"), nnx.PathContains("v")
 
 
-@pytest.mark.one_case("Variable-axes3")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, axes",
     [
@@ -1105,6 +1106,7 @@ def jitted_layers(m, x):
     return layers(m, x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("how", ["plain", "inside of a jit", "axis 1"])
 def test_a_scan_over_the_layers_writes_to_no_trained_variable(how):
     model = Stacked(how)

@@ -214,7 +214,7 @@ raise {error}
     assert "the own error" in done.stderr or "process 1 was interrupted" in done.stderr
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("then", "said"),
     [
@@ -306,7 +306,7 @@ EXITS = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize(("code", "expected"), EXITS.values(), ids=EXITS)
 def test_an_exit_that_is_caught_is_none(code, expected):
     done = in_a_job(f"{TELLS}\nhooks.limits.shutdown = 0\n{code}")
@@ -329,6 +329,7 @@ def test_an_excepthook_of_a_library_does_not_hide_the_failure(error):
     assert "the library shows" in done.stdout and "jdp/failed" in done.stdout
 
 
+@pytest.mark.full
 def test_an_excepthook_that_is_called_by_hand_ends_nothing():
     """As by a library that reports an error which it has handled; and as by a console."""
     done = in_a_job(

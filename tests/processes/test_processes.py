@@ -138,6 +138,7 @@ def test_other_output_device(found):
     assert found == [True, True]
 
 
+@pytest.mark.full
 def test_no_rows_here(found):
     close(found[0], MLP.apply(variables(), X[:6]))
     assert found[1].shape == (0, 3)
@@ -465,6 +466,7 @@ def test_nnx(found):
     close(found[0]["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_prefetch(found):
     """Process 0 has no batches, process 1 two, of three rows: what counts is what there is."""
     batches = [{"x": X[k : k + 3], "y": Y[k : k + 3]} for k in range(2)]
@@ -548,6 +550,7 @@ def test_prefetch_own_type(found):
     equal(found[1], [ones * (2 * k + 1) for k in range(3)])
 
 
+@pytest.mark.full
 def test_other_mesh(found):
     for result in found:
         assert result == [[7], [4, 3]] * 3

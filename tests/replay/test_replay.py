@@ -304,7 +304,7 @@ def test_the_debugger_stops_before_the_step(script, tmp_path, capsys, monkeypatc
     assert sys.gettrace() is None or "pdb" not in repr(sys.gettrace())
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("typed", ["q", "n\nq"])
 def test_who_quits_the_debugger_ends_the_replay(script, tmp_path, capsys, monkeypatch, typed):
     path = script(SMALL + LOOP)

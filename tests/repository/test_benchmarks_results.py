@@ -72,6 +72,7 @@ def test_the_file_is_sections_with_a_blank_line_between():
     assert one.sub("", text) == "\n" * (len(sections) - 1)
 
 
+@pytest.mark.full
 def test_each_benchmark_can_be_imported():
     """They use modules of jdp's that are not public, whose names change; no other test runs most of them."""
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.endswith("_torch"))

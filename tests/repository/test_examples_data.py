@@ -188,6 +188,7 @@ def test_download_writes_the_files_checked_and_leaves_nothing_else(data, monkeyp
     data.download(folder, ["http://127.0.0.1:1"])  # everything is there: nobody is asked
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("spoil", [_missing, _truncated, _one_pixel, _web_page])
 def test_the_second_mirror_serves_where_the_first_fails(data, monkeypatch, mirror, tmp_path, spoil, capsys) -> None:
     url, served = mirror

@@ -94,7 +94,8 @@ def test_crashes(i):
 """
 
 
-@pytest.mark.parametrize("n", ["1", pytest.param("2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("n", ["1", "2"])
 def test_a_run_ends_though_workers_crash(tmp_path, n):
     """In the middle of a file, before its last case, and in it: all others are run, on a worker that takes over."""
     (tmp_path / "conftest.py").write_text("from scheduling import pytest_xdist_make_scheduler")

@@ -57,9 +57,9 @@ def check(model, door, n, rows):
     close(jax.device_get(found), jax.device_get(expected), rtol=1e-4)
 
 
+@pytest.mark.one_case("jax.grad-4-10")
 @pytest.mark.parametrize(("n", "rows"), [(1, 8), (4, 8), (4, 10)])
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.one_case("criterion-4-10", "jax.grad-4-10")
 def test_a_loop_of_equinox(door, n, rows):
     check(loop, door, n, rows)
 

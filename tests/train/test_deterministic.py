@@ -157,7 +157,7 @@ def test_without_it_they_are_not():
     assert len({digest(run("mlp", n, [64, 64, 7], deterministic=False)[0].params) for n in (1, 2)}) > 1
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("mlp")
 @pytest.mark.budget(6)
 @pytest.mark.parametrize("name", ["mlp", "nnx", *SLOW])
 def test_the_numbers_are_those_of_the_ordinary_step(name):
@@ -445,7 +445,7 @@ def test_inside_of_a_jit_it_is_refused():
         jax.jit(lambda s, x: step(s, x))(state, np.ones(8, np.float32))
 
 
-@pytest.mark.budget(6)
+@pytest.mark.full
 def test_the_index_and_keys_are_those_of_the_replica():
     def loss(v, x, key):
         index = jax.lax.axis_index("data")

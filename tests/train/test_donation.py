@@ -294,6 +294,7 @@ def test_one_step_on_several_states_copies_nothing(n, copies):
     assert not copies and [int(state.step) for state in states] == [3, 3, 3]
 
 
+@pytest.mark.full
 def test_what_is_kept_of_several_states_goes_with_them():
     from jdp._train.program import _older
 
@@ -514,6 +515,7 @@ def of_threads(turn, state, turns, threads=4):
     return state
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("known", [0, 1], ids=["first", "known"])
 def test_threads_that_pass_one_state_donate_it_once(n, known):

@@ -79,6 +79,7 @@ def test_batches_of_a_loader_are_known(monkeypatch):
             assert run(batch) == pytest.approx(loss_of(batches[i]))
 
 
+@pytest.mark.full
 def test_what_differs_is_another_batch():
     """Shapes, dtypes, trees, numbers and places, in turn and twice: each gives its own loss."""
     run = Loop()

@@ -196,6 +196,7 @@ def test_an_nnx_model_of_parameters_alone():
         same(other, first)
 
 
+@pytest.mark.full
 def test_two_arguments_that_are_differentiated_and_replicated():
     call, params = gradient(lambda p, q, x: loss_fn(p, x, q["a"].sum()), argnums=(0, 1), in_axes=(None, 0))
     for scale in (1, 2, 3):

@@ -76,6 +76,7 @@ def test_even_and_uneven_batches_in_turn(n, donate, again):
     assert sum(again) == 6  # all but the first of each size
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("other", ["rows", "padded", "dtype", "jax", "number"])
 def test_an_uneven_batch_is_known_by_all_of_its_arrays(n, other, again):

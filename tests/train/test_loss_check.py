@@ -198,7 +198,7 @@ def nnx_normed(net, batch):
     return jnp.mean(((out - out.mean(0)) / (1 + out.var(0))) ** 2)
 
 
-@pytest.mark.one_case("True-nnx_error", "False-nnx_normed")
+@pytest.mark.one_case("False-nnx_normed")
 @pytest.mark.parametrize("loss", [nnx_error, nnx_normed])
 @pytest.mark.parametrize("norm", [True, False])
 def test_nnx(same, loss, norm):
@@ -293,7 +293,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.one_case("accumulate_steps", "shard_params")
+@pytest.mark.one_case("shard_params")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_options(option):
     for loss in (error, normed):

@@ -183,7 +183,7 @@ def test_bad_positions(call, match, refused):
         call()
 
 
-@pytest.mark.parametrize("positions", [np.int64(1), [np.int32(1)], np.array([1])], ids=str)
+@pytest.mark.parametrize("positions", [np.int64(1), [np.int32(1)], np.array([1]), np.array(1)], ids=str)
 def test_positions_may_be_integers_of_numpy(same, positions):
     """As in `jax.pmap`."""
     how = {"static_broadcasted_argnums": positions}

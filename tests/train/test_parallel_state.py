@@ -215,7 +215,7 @@ def run(step, state, parallel_options=None, rounds=3, **pmap_options):
     return got, jax_utils.unreplicate(want), results
 
 
-@pytest.mark.one_case("adam", "accumulation")
+@pytest.mark.one_case("adam")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_reduces_is_that_of_pmap(name, same):
     if name == "batch_norm" and "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""):

@@ -498,6 +498,7 @@ def test_every_model_is_that_of_the_replicated_step(monkeypatch, name, accumulat
     both(lambda v, batch: loss_fn(v["params"], batch), params, replicated(name, accumulate), limit, **ways)
 
 
+@pytest.mark.full
 def test_what_a_scan_runs_over_is_never_cut_along_that_axis():
     """Also where no other axis divides, or a scan runs over another axis than the first."""
     params = {"odd": normal(16, 5, 5), "turned": normal(16, 5, 24), "w": normal(5, 6)}
@@ -1182,7 +1183,7 @@ def memory(step, params, data):
     return found.argument_size_in_bytes, found.temp_size_in_bytes
 
 
-@pytest.mark.one_case("plain")
+@pytest.mark.full
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_a_model_of_stacked_layers_takes_a_fraction_of_the_memory(around):
     """Its temporaries are two layers, and the gradients that lie on this device; under a checkpoint of all, too."""
@@ -1321,6 +1322,7 @@ def test_random_trees_are_those_of_the_replicated_step(shapes, size, accumulate,
     close(*found, 1e-6, 1e-6)
 
 
+@pytest.mark.full
 def test_a_bias_that_a_scan_runs_over_moves_in_the_first_step_and_stays(compilations):
     """`dp.init` cuts along the first axis that divides; the first batch shows that a scan runs over this one."""
 

@@ -1635,12 +1635,21 @@ def test_a_hyperparameter_that_is_set_is_of_the_state_s_own_dtype(options, in_pl
     assert step.check(state, batch(10))
 
 
-def test_a_number_in_a_state_is_not_rounded_to_the_dtype_that_is_expected():
+@pytest.mark.parametrize(
+    "place, number, found",
+    [("count", 0.5, "float32"), ("count", True, "bool"), ("key", 0, "int32"), ("scale", 1e6, "float32")],
+)
+def test_a_number_that_the_state_cannot_hold_is_refused(place, number, found):
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    step = step_of(2, scalar, tx)
-    state = step.init({"params": single(PARAMS)})
-    with pytest.raises(ValueError, match=r"opt_state.count is float32\[\], int32\[\] is expected"):
-        step(state.replace(opt_state=state.opt_state._replace(count=0.5)), batch(4))
+    step = step_of(2, lambda variables, batch, key: scalar(variables, batch), tx)
+    state = step.init({"params": single(PARAMS), "stats": {"scale": np.float16(1)}}, jax.random.key(0))
+    changed = {
+        "count": {"opt_state": state.opt_state._replace(count=number)},
+        "key": {"key": number},
+        "scale": {"state": {"stats": {"scale": number}}},
+    }
+    with pytest.raises(ValueError, match=rf"{place}.* is {found}\[\], .* is expected"):
+        step(state.replace(**changed[place]), batch(4))
 
 
 def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
@@ -1653,8 +1662,14 @@ def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
     class Named(nnx.Optimizer):
         """Has all that nnx.Optimizer has."""
 
+    class Wrapped(nnx.Optimizer):
+        @functools.wraps(nnx.Optimizer.update)
+        def update(self, model, grads, **kwargs):
+            super().update(model, jax.tree.map(lambda g: 2 * g, grads), **kwargs)
+
     dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), range(2))
-    with refused(TypeError, "train_step", "tx is a Doubled, an nnx.Optimizer with an update of its own"):
-        dp.train_step(lambda model, x: model(x).mean(), Doubled(dp.module, SGD, wrt=nnx.Param))
+    for kind in (Doubled, Wrapped):
+        with refused(TypeError, "train_step", f"tx is a {kind.__name__}, an nnx.Optimizer with an update of its own"):
+            dp.train_step(lambda model, x: model(x).mean(), kind(dp.module, SGD, wrt=nnx.Param))
     for kind in (Named, nnx.ModelAndOptimizer):
         dp.train_step(lambda model, x: model(x).mean(), kind(dp.module, SGD, wrt=nnx.Param))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import one_in
 
 import jdp
 
@@ -476,7 +477,7 @@ began.wait()
 """
 
 
-@pytest.mark.parametrize("how", ["its end", "Ctrl-C", pytest.param("sys.exit", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", one_in(3, ["its end", "Ctrl-C", "sys.exit"]))
 def test_a_row_that_is_never_read_holds_no_exit_up(how):
     then = {"its end": "", "Ctrl-C": "for _ in iterator: pass", "sys.exit": "sys.exit(7)"}[how]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

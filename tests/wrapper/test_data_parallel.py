@@ -821,6 +821,7 @@ def test_a_dropped_wrapper_is_freed():
     assert [r() for r in refs] == [None, None]
 
 
+@pytest.mark.full
 def test_parameters_are_not_kept():
     dp = WRAPPERS[3]
     variables = dp.init(jax.random.key(1), ROWS)
@@ -1276,7 +1277,7 @@ def test_a_wrong_input_is_not_taken_for_stacked_parameters():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"axis_name": 3}, {"state_axes": "cache"}, {"state_axes": {"cache": "a"}}, {"state_axes": {"cache": True}}],
+    [{"axis_name": 3}, *({"state_axes": axes} for axes in ("cache", {"cache": "a"}, {"cache": True}, 1))],
 )
 def test_arguments_are_checked_at_construction(arguments):
     with pytest.raises(TypeError, match=rf"jdp\.DataParallel: {next(iter(arguments))} is .*must"):

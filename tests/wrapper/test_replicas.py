@@ -86,7 +86,7 @@ def test_chunks_are_those_of_as_many_devices(replicas, n):
             close(jdp.reduce_add(s), jdp.reduce_add(want))
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_linen(replicas, n, reduce_state):
@@ -216,6 +216,7 @@ def asks_in_a_loop(w, x):
     return jax.lax.fori_loop(0, 2, lambda _, x: x * w + jax.lax.axis_index("data"), x)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("model", [meets, asks, asks_in_a_loop])
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_a_model_sees_an_axis_with_as_many_members(replicas, n, model):
@@ -244,6 +245,7 @@ def pmap_step(w, x, y):
     return w - 0.1 * jax.lax.pmean(grad, "data"), loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_a_step_for_pmap(replicas, n):
     w = X[:6, :3]
@@ -299,6 +301,7 @@ def test_a_wrapper_is_copied_with_its_replicas():
         assert next(iter(other.prefetch([X[:16]]))).sizes == (2,) * 8
 
 
+@pytest.mark.full
 def test_explain_shows_what_runs():
     dp = jdp.DataParallel(Net(), range(2), replicas=4)
     variables = dp.init({"params": KEY, "dropout": KEY}, X)
@@ -366,7 +369,7 @@ def test_a_scatter_of_ones_own_over_other_replicas_is_refused(refused):
         dp(2.0, X[:16])
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("primary")
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 def test_a_scatter_of_ones_own_may_leave_the_first_replicas_idle(reduce_state):
     """The state that is kept is that of the first replica that has rows, or the mean over the rows."""

@@ -58,7 +58,7 @@ def penalty(apply):
     return of
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", [8, 10])
 @pytest.mark.parametrize("lie", [np.asarray, jnp.asarray])
@@ -262,7 +262,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.one_case
+@pytest.mark.full
 @pytest.mark.parametrize("rows", ["host", "uncommitted"])
 @pytest.mark.parametrize("where", INSIDE)
 @pytest.mark.parametrize("loop", LOOPS)
