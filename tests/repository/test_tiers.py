@@ -113,7 +113,7 @@ def test_a_run_passes_where_ctrl_c_is_ignored():
     """As in a script that starts it with &: the tests send Ctrl-C to processes that they start."""
     ignored = "import signal, sys, pytest; signal.signal(2, signal.SIG_IGN); sys.exit(pytest.main(sys.argv[1:]))"
     case = "tests/wrapper/test_batches.py::test_a_row_that_is_never_read_holds_no_exit_up[Ctrl-C]"
-    command = [sys.executable, "-c", ignored, "-n", "0", "-p", "no:cacheprovider", case]
+    command = [sys.executable, "-c", ignored, "-n", "0", "-m", "", "-p", "no:cacheprovider", case]
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=200)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
