@@ -828,7 +828,6 @@ def _another_key():
 K, V = nnx.PathContains("k"), nnx.PathContains("v")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, axes",
     [
