@@ -110,11 +110,11 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 # that others used too. The time of the process's threads counts, not the clock's, so a busy machine fails nothing.
 BUDGET = 2.0
 EXAMPLES = 10.0  # of a test of hypothesis, which is several cases
-LOOP = 0.012  # CPU seconds that the loop of `slowness` took on those cores
+LOOP = 0.012  # CPU seconds of the loop in `slowness`: half of what it takes on the slowest machine that is known
 
 
 def slowness():
-    """Returns how many times as long as there Python takes here: a case is judged, not its machine."""
+    """Returns how many times slower than `LOOP` this machine is, so that a case is judged, and not the machine."""
     times = []
     for _ in range(3):
         begun = time.process_time()

@@ -86,7 +86,7 @@ def _path_of(s: Scattered, i: int) -> str:
 
 
 def _refuse_key(x: Any, path: Callable[[], str]) -> None:
-    """Raises a `TypeError` for a PRNG key; a path is made of all of the tree, so it is made for an error alone."""
+    """Raises a `TypeError` for a PRNG key. `path` goes through the whole tree, so it is called for an error only."""
     if is_key(x):
         raise TypeError(f"jdp.reduce_add: {path()} is a PRNG key; keys have no sum. Leave it out, or use jdp.gather.")
 

@@ -364,7 +364,7 @@ def run_known_step(
     program: Program, state: TrainState, batch: Tree, results: LastResults, keep: Keep
 ) -> tuple[Any, dict[str, Any]] | None:
     """Dispatches a known step on the state that the last one returned; returns None if anything about it is new."""
-    # As `searches` says. Neither it nor the cache's `used` is called, because every known step would pay for that.
+    # What `searches` does is written out here, because every known step would pay for the call.
     searches_here = settings.jax_debug_nans or settings.jax_debug_infs
     if forked_from or is_watched() or searches_here or not jax.sharding.get_abstract_mesh().empty:
         return None

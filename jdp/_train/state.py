@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -231,12 +230,12 @@ _UPDATES = (nnx.Optimizer.update, nnx.ModelAndOptimizer.update)
 
 
 def refuse_own_update(optimizer: nnx.Optimizer[Any]) -> None:
-    """Raises a `TypeError` if the optimizer has an `update` that is not that of flax: a step would not call it."""
+    """Raises a `TypeError` if the optimizer has another `update` than flax's, because a step would not call it."""
     if "update" in vars(optimizer) or type(optimizer).update not in _UPDATES:
         raise TypeError(
             f"jdp.{VERB}: tx is a {type(optimizer).__name__}, an nnx.Optimizer with an update of its own; a step "
-            f"applies optimizer.tx, and does not call update. Write what it does as a transformation in optax.chain, "
-            f"or after the step, or take the gradients with dp.value_and_grad and call optimizer.update."
+            f"applies optimizer.tx, and does not call update. Write what update does as a transformation of optax, "
+            f"or do it after the step; or take the gradients with dp.value_and_grad and call optimizer.update."
         )
 
 
@@ -412,22 +411,26 @@ def shapes_of(tree: Tree) -> Tree:
 
 
 def with_dtypes_of(expected: Tree, tree: Tree) -> Tree:
-    """Returns the tree with its Python numbers as arrays of the expected dtypes, where these hold them.
+    """Returns the tree with its Python numbers as arrays of the expected dtypes.
 
-    A rate that the user has set, `state.opt_state.hyperparams["learning_rate"] = 1`, is of the state's own dtype then.
-    A float is rounded, as JAX does; an int is not.
+    A user may set `state.opt_state.hyperparams["learning_rate"] = 1`, for example. A float is rounded, as in JAX.
+    A number that the dtype cannot hold stays as it is: a float for an int, a value that is too large, or an int that
+    would be rounded.
     """
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         return tree
 
     def of(x: Any, to: jax.ShapeDtypeStruct) -> Any:
-        if type(x) not in (int, float) or not jnp.issubdtype(to.dtype, np.inexact if type(x) is float else np.number):
+        kind = {int: np.number, float: np.inexact}.get(type(x))
+        if kind is None or not jnp.issubdtype(to.dtype, kind):
             return x
-        with np.errstate(all="ignore"), contextlib.suppress(OverflowError):
-            number = np.asarray(x).astype(to.dtype)
-            if number == x if type(x) is int else np.isfinite(number) or not np.isfinite(x):
-                return number
-        return x
+        try:
+            with np.errstate(all="ignore"):
+                number = np.asarray(x).astype(to.dtype)
+        except OverflowError:
+            return x
+        is_held = number == x if isinstance(x, int) else np.isfinite(number) == np.isfinite(x)
+        return number if is_held else x
 
     return jax.tree.map(of, tree, expected)
 

@@ -95,7 +95,7 @@ def cut_shardings(tree: Tree, mesh: ReplicaMesh, axis: AxisRule) -> Tree:
 
 
 def bytes_of(tree: Tree, to: Tree) -> Bytes:
-    """Returns the bytes that a tree takes by its shardings; what is traced or on the host will have those in `to`."""
+    """Returns the bytes that a tree takes on a device; for a leaf that is on no device yet, `to` has its sharding."""
     cut = whole = 0
     targets = jax.tree.leaves(jax.tree.map(lambda where, part: jax.tree.map(lambda _: where, part), to, tree))
     for x, target in zip(jax.tree.leaves(tree), targets, strict=True):

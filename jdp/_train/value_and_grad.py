@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -263,10 +264,9 @@ def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:
         (a.argnum, a.filter) if isinstance(a, nnx.DiffState) else (a, nnx.Param)
         for a in (argnums if isinstance(argnums, tuple | list) else [argnums])
     ]
-    numbers = [as_int(p) for p, _ in given]
-    if not given or None in numbers:
+    if not given or None in [as_int(p) for p, _ in given]:
         raise TypeError(f"jdp.{VERB}: argnums is {argnums!r}; it is the position of an argument. Pass an int, or ints.")
-    return tuple((p, hashable(wrt)) for p, (_, wrt) in zip(numbers, given, strict=True) if p is not None)
+    return tuple((operator.index(p), hashable(wrt)) for p, wrt in given)
 
 
 def hashable(wrt: Any) -> Any:

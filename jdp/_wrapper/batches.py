@@ -183,7 +183,7 @@ class Batches:
             else:
                 layouts, scatter = config.batch_layouts, outside_of_mesh(leaf_by_leaf_of, VERB)
                 scattered = ahead(read, lambda batch: scatter(config, batch[0], None, layouts), self._size)
-            # No loop with a variable: that would hold a batch, on the devices, until the next one is there.
+            # `map` and not a loop: the loop's variable would keep a batch on the devices until the next one is there.
             yield from map(self._took, itertools.repeat(loop), itertools.count(self.start + 1), scattered)
         finally:
             unregister(threads.stop)

@@ -816,7 +816,7 @@ def test_a_run_that_a_failed_save_ends_puts_everything_back(tmp_path, monkeypatc
             time.sleep(0.01)
         return holds()
 
-    # What an earlier test's failed save may report yet goes some seconds later.
+    # The hooks of an earlier test's failed save stay for some seconds.
     assert until(lambda: not any(isinstance(getattr(x, "__self__", x), Quiet) for x in patched()))
     before = patched()
     with pytest.raises(RuntimeError, match="step 2 was not saved"), jdp.Checkpointer(tmp_path / "run") as checkpointer:

@@ -1626,12 +1626,12 @@ def test_a_hyperparameter_that_is_set_is_of_the_state_s_own_dtype(options, in_pl
         params = optax.apply_updates(params, updates)
         state, _ = step(state, batch(10))
         close_to_rounding(state.params, params)
+        assert state.opt_state.hyperparams["learning_rate"].dtype == jnp.float32
         if rate is not None:
             if not in_place:
                 state = jax.tree.map(lambda x: x, state)
             opt_state.hyperparams["learning_rate"] = state.opt_state.hyperparams["learning_rate"] = rate
             assert step.optimizer_bytes(state).whole >= 4
-    assert state.opt_state.hyperparams["learning_rate"].dtype == jnp.float32
     assert step.check(state, batch(10))
 
 

@@ -1538,5 +1538,6 @@ def test_a_legacy_key_of_any_generator_is_refused(refused, impl, in_axes, why):
     with jax.default_prng_impl(impl):
         key = jax.random.PRNGKey(0)
         dp = jdp.DataParallel(lambda w, x, key: x + jax.random.uniform(key, (len(x),)), range(2), in_axes=in_axes)
-        with refused(TypeError, "DataParallel", match=rf"args\[1\] is a uint32\[{len(key)}\] array, a .*{why}"):
-            dp(np.float32(1), np.zeros(len(key), np.float32), key)
+        for new in (False, True):  # of typed keys; the data of one are a legacy key in any case
+            with jax.enable_custom_prng(new), refused(TypeError, "DataParallel", match=rf"uint32\[{len(key)}\].*{why}"):
+                dp(np.float32(1), np.zeros(len(key), np.float32), key)

@@ -189,7 +189,7 @@ class Report:
         return out.getvalue().rstrip()
 
 
-# The heads of the two tables, which the page has, too.
+# The names of the columns of two tables, in the terminal and on the page.
 _OF_AMOUNTS = ("each device", "amount", "of one device", "from")
 _OF_COLLECTIVES = ("kind", "of", "amount", "runs", "in flight", "carries")
 
