@@ -182,6 +182,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """What a file leaves in JAX's caches stays, too; to look at it again for each next file took a tenth."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Skips a case that has not begun when the time of the run is over; `.ci/run` sets it, and counts these cases."""

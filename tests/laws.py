@@ -19,6 +19,21 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(2, count * settings.default.max_examples // 30))
 
 
+def variables_of(model, *example):
+    """Variables in the shapes of a Linen model's `init`, drawn by numpy: no program is compiled for them.
+
+    A file that has its variables made by `init` when it is collected does so in each worker, whatever that runs.
+    """
+    random = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        is_one = getattr(path[-1], "key", "") in ("var", "scale")
+        return np.ones(leaf.shape, leaf.dtype) if is_one else random.normal(0, 0.4, leaf.shape).astype(leaf.dtype)
+
+    rngs = lambda: {"params": jax.random.key(0), "dropout": jax.random.key(1)}  # noqa: E731
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: model.init(rngs(), *example)))
+
+
 def free_port() -> int:
     """A port at which nobody listens, nor at the next one.
 

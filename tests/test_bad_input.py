@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from laws import variables_of
 
 import jdp
 
@@ -29,7 +30,7 @@ class Net(nn.Module):
 
 
 NET = Net()
-VARIABLES = jax.tree.map(np.asarray, NET.init(jax.random.key(0), ROWS))
+VARIABLES = variables_of(NET, ROWS)
 DP = jdp.DataParallel(NET, devices=range(4))
 FN = jdp.DataParallel(lambda w, x, *rest, **more: x * w, devices=range(4))
 WEIGHT = np.float32(3)

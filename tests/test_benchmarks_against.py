@@ -70,6 +70,7 @@ def test_words_that_no_program_has_are_refused():
     assert found.returncode == 2 and "no program has 'no such program' in its name" in found.stderr
 
 
+@pytest.mark.full
 def test_only_an_interval_above_the_bound_is_too_slow(against):
     row, slower = against.cells([rounds(1.05), rounds(1.06, 1)], 1.02)
     assert slower and row[-1] == "over 1.02" and 1.05 <= float(row[2]) <= 1.06
@@ -86,6 +87,7 @@ def test_all_contenders_of_host_cost_compute_the_same():
     assert [line.split(" | ")[0] for line in found.stdout.splitlines()] == ["apply", "step", "nnx"], found.stderr
 
 
+@pytest.mark.full
 def test_the_interval_has_the_median_in_it_and_the_luck_of_the_starts(against):
     noise = [1 + 0.1 * np.random.default_rng(seed).normal(size=50) for seed in range(5)]
     low, high = against.interval(noise)
@@ -106,6 +108,7 @@ def test_a_process_with_the_jdp_of_another_tree_is_refused(against, tmp_path):
         tree.close()
 
 
+@pytest.mark.full
 def test_a_program_that_ends_has_a_row_that_says_so_and_the_others_go_on(against, monkeypatch, capsys):
     def race(trees, benchmark, case, n, names, seconds, starts):
         if case == "CNN":

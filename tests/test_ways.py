@@ -17,6 +17,7 @@ MOST = {  # files, and changes from one to another
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("door", MOST)
 def test_the_way_of_a_call(door):

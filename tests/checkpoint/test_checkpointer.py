@@ -214,6 +214,7 @@ def train(devices, zero):
     return step, step.init({"params": params}, key=jax.random.key(1))
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("zero_after", [True, False])
 def test_zero_from_8_devices_to_4(tmp_path, devices, zero_after):
@@ -424,6 +425,7 @@ def test_going_back_on_purpose_sets_the_abandoned_future_aside(tmp_path, capsys)
         assert checkpointer.restore(state)[1] == "again"
 
 
+@pytest.mark.full
 def test_all_of_the_abandoned_future_is_set_aside(tmp_path):
     """Also what comes before the step that is saved next: it is of another run."""
     state = damaged(tmp_path, lambda path: None, steps=(10, 20, 25))

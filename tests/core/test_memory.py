@@ -97,6 +97,7 @@ def test_a_dropped_program_is_freed(few):
     assert [ref() for ref in refs] == [None, None]
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["linen", "function", "function with axes"])
 def test_a_module_that_is_swapped_out_is_freed(kind):

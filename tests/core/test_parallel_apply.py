@@ -558,6 +558,7 @@ def test_no_rows_have_no_gradient(same, devices):
     same(jax.grad(f)(jnp.ones(2)), np.zeros(2, np.float32))
 
 
+@pytest.mark.full
 def test_under_scan_and_checkpoint(devices):
     x = noise(5, 3)
 

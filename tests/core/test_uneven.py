@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 NET = Net()
-VARIABLES = jax.tree.map(np.asarray, NET.init(jax.random.key(0), np.ones((2, 3), np.float32)))
+VARIABLES = laws.variables_of(NET, np.ones((2, 3), np.float32))
 ROWS = np.random.RandomState(0).randn(17, 3).astype(np.float32)
 WRAPPERS = {}
 

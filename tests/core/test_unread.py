@@ -215,6 +215,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("option", OPTIONS)
 def test_values_that_are_read_and_others_with_each_option_of_a_step(option):
@@ -233,6 +234,7 @@ def test_values_that_are_read_and_others_with_each_option_of_a_step(option):
     assert step.find_nonfinite(state, batch(7)) == []
 
 
+@pytest.mark.full
 def test_values_under_jit_and_in_explain():
     def loss(variables, batch):
         return jnp.mean(outputs(variables["params"]["w"], batch))

@@ -513,6 +513,7 @@ def test_devices_are_chosen_by_count_name_and_index(devices):
             choose(spec)
 
 
+@pytest.mark.full
 def test_devices_that_are_not_there_are_a_matter_of_usage(capsys, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     assert cli.main(["--json", "--devices", "cpu:0,cpu:7"]) == 2

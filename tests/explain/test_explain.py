@@ -123,6 +123,7 @@ def test_gradients_on_each_device(dp):
     assert jdp.explain(dp.apply, VARIABLES, X).gradient_bytes == 0
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("steps", [1, 2])
 def test_layers_that_a_scan_gathers_travel_as_often_as_it_runs(devices, steps):
@@ -155,6 +156,7 @@ def test_value_and_grad_and_grad(dp):
         assert sorted(p for c in report.collectives for p in c.parameters) == sorted(f"params.{p}" for p in SIZES)
 
 
+@pytest.mark.full
 def test_parameters_that_are_cut_are_gathered(dp):
     """By a call as by a step: each parameter once, where it is used; and no device holds more than its part before."""
     x, names = np.ones((ROWS, 16), np.float32), sorted(f"params.{p}" for p in SIZES)
@@ -177,6 +179,7 @@ def test_parameters_that_are_cut_are_gathered(dp):
     assert whole.collective_bytes == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 @pytest.mark.parametrize("names", [("data",), ("rows",)])
 def test_a_mesh_around_it_changes_nothing(dp, names, axes):
@@ -411,6 +414,7 @@ def test_an_array_is_named_by_its_place_among_all_arguments():
     assert report.unscattered == ("argument 0.tab: float32[16, 2]",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("give", ["numpy", "placed", "prefetched"])
 def test_the_batch_of_an_nnx_model_is_no_parameter(give):
     x = np.ones((16, 4), np.float32)

@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("x, kernel, numbers, options", CASES.values(), ids=CASES)
 def test_all_derivatives_are_the_same_and_fast(x, kernel, numbers, options):

@@ -53,6 +53,7 @@ def in_pieces(fn, w, x, most, gather, axis=1):
     return jax.tree.unflatten(jax.tree.structure(shapes), run_in_pieces(jaxpr, [*operands, x], most))
 
 
+@pytest.mark.full
 @pytest.mark.one_case("200")
 @pytest.mark.parametrize("most", [0, 200, 1 << 20])
 def test_values_and_gradients_are_those_of_the_whole_program(most):
@@ -113,6 +114,7 @@ def test_integers_do_not_make_a_float_travel_as_an_integer():
     assert asked.asked == [((4, 6), 1, "float32")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtypes", [(jnp.int8,), (bool,), (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)])
 def test_casts_before_a_scan_are_made_one_after_the_other(dtypes):
     """Each rounds, and an integer has no gradient."""

@@ -158,6 +158,7 @@ def test_canary_to_concrete_value():
     assert concrete_values(lambda x: x.to_concrete_value()) == VALUES, feature
 
 
+@pytest.mark.full
 def test_without_to_concrete_value(without, want):
     without("to_concrete_value")
     assert concrete_values(private.concrete_value) == VALUES

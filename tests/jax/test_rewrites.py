@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_case("two views", "of features")
+@pytest.mark.one_case("two views")
 @pytest.mark.parametrize("name", CASES)
 def test_pairs_of_rows_are_cut(name):
     fn, wanted = CASES[name]

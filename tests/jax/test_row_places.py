@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from laws import variables_of
 
 from jdp._jax.row_places import keeps_places
 
@@ -36,7 +37,7 @@ def told(fn, *shapes, **more):
 
 
 def module(model, shape, method=None):
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((2, *shape)))
+    variables = variables_of(model, np.zeros((2, *shape), np.float32))
     return lambda x: model.apply(variables, x)
 
 

@@ -26,6 +26,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from laws import variables_of
 
 from jdp._jax.row_traces import PRIMES, trace
 
@@ -103,12 +104,7 @@ class Time(nn.Module):
         return nn.Dense(3)(many()(t, None)[0])
 
 
-def of(model, *example):
-    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    return jax.jit(model.init)(rngs, *example)  # one program, and not one for each operation
-
-
-NET, TIME = of(Net(), ROWS["i"]), of(Time(), ROWS["t"])
+NET, TIME = variables_of(Net(), ROWS["i"]), variables_of(Time(), ROWS["t"])
 
 
 def cnn(i, y, key):
@@ -1719,6 +1715,7 @@ ON_DEVICES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_inside_of_a_shard_map_with_what_it_closes_over(name, jit):

@@ -284,6 +284,7 @@ def test_what_is_started_in_words(args, env, words, monkeypatch):
 # The output
 
 
+@pytest.mark.full
 def test_lines_come_out_whole_in_order_and_behind_their_rank():
     script = """
     for i in range(3000):
@@ -371,6 +372,7 @@ def test_when_nobody_reads_the_output_the_job_ends():
         assert b"the output cannot be written any more" in launcher.stderr.read()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_on_a_full_disk_the_job_goes_on(place):
     script = """
@@ -395,6 +397,7 @@ def test_streams_that_are_closed_are_no_reason_to_end(closed, place):
     assert sorted(run.stdout.split("\n")) == ([""] if ">&-" in closed.split() else ["", "[0] out", "[1] out"])
 
 
+@pytest.mark.full
 def test_a_long_line_is_searched_once():
     """A line of 4 MB takes about as long as as many short ones; searched anew with each piece it took 70 times that."""
 
@@ -460,6 +463,7 @@ def test_who_ended_with_code_0_long_before_is_named():
     assert said[1].startswith("rank 0 was ended by SIGABRT after 62.0 s") and len(said) == 2
 
 
+@pytest.mark.full
 def test_the_first_to_fail_is_named_although_others_fail_milliseconds_later():
     script = """
     ready(); until(*[f"ready-{i}-0" for i in range(4)])
@@ -630,6 +634,7 @@ def test_a_child_that_moves_to_a_session_of_its_own_does_not_hold_the_launcher()
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("deaf", [False, True])
 def test_what_a_process_that_fails_has_left_in_shared_memory_is_deleted(deaf):
     """Python's resource tracker, a child of each process, does that when its parent is gone."""
@@ -671,6 +676,7 @@ def test_nothing_is_left_when_only_some_processes_can_be_started():
 # Restarts
 
 
+@pytest.mark.full
 def test_all_restart_until_it_works():
     script = """
     print("attempt", attempt, os.environ["JAX_COORDINATOR_ADDRESS"].split(":")[1])

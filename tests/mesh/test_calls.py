@@ -126,6 +126,7 @@ def test_a_call_is_compiled_once_and_the_next_is_straight(compilations):
     close(dp(moved, batches[0]), bare(WEIGHTS, batches[0]), 1e-5, 1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("logical", [True, False])
 @pytest.mark.parametrize("name", ["4x2", "one replica", "explicit", "2x2"])
@@ -176,6 +177,7 @@ def test_annotations_of_nnx(name, how):
     close(model.norm.mean[...], alone.norm.mean[...], 1e-5, 1e-5)
 
 
+@pytest.mark.full
 def test_masks_are_those_of_as_many_single_devices():
     drop = lambda key, x: jax.random.bernoulli(key, 0.5, x.shape) * x  # noqa: E731
     x, key = rows(10), jax.random.key(3)

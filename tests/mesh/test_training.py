@@ -138,6 +138,7 @@ def test_gradients_lie_as_their_parameters(name, n):
         lies_as(grads)
 
 
+@pytest.mark.full
 def test_the_optimizers_state_of_some_parameters_lies_as_they_do():
     """Moments under a mask, in a list of several optimizers, and factored ones that have another shape."""
     mesh, x = mesh_of("4x2"), rows(10)
@@ -156,6 +157,7 @@ def test_the_optimizers_state_of_some_parameters_lies_as_they_do():
     lies_as(state.params)
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_once(compilations):
     step = step_on(mesh_of("2x2"), "mean", optax.adam(0.1), {})
     state = step.init({"params": placed(mesh_of("2x2"))})
@@ -415,6 +417,7 @@ def test_explain_counts_the_parts():
     assert jdp.explain(again, state, x).parameter_bytes == of_parts
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("look", ["lower", "explain", "check"])
 def test_a_look_at_another_state_moves_nothing(look):

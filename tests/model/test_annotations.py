@@ -85,6 +85,7 @@ def rules():
         yield
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("around", CONTEXTS)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
@@ -206,6 +207,7 @@ class Annotated(nnx.Module):
         return self.linear(x)
 
 
+@pytest.mark.full
 def test_nnx_metadata():
     with nnx.use_eager_sharding(False):
         model = Annotated(nnx.Rngs(0))

@@ -255,6 +255,7 @@ def test_optimizer_trains_the_wrapper_as_the_loop_over_chunks_would():
     close(nnx.state(dp.module, nnx.BatchStat), nnx.state(bare, nnx.BatchStat), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_optimizer_without_jit():
     dp = wrap(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), 3)
     bare = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -313,6 +314,7 @@ def rng_state(node):
     return np.asarray(keys), counts
 
 
+@pytest.mark.full
 def test_replicas_draw_different_masks_and_counts_come_back_but_keys_do_not_change():
     dp, bare = wrap(Dropper(nnx.Rngs(0)), 4), Dropper(nnx.Rngs(0))
     keys, counts = rng_state(dp)
@@ -356,6 +358,7 @@ def test_zero_rows_change_nothing():
     jax.tree.map(np.testing.assert_array_equal, values(dp), before)
 
 
+@pytest.mark.full
 def test_rngs_passed_as_an_argument():
     """An `Rngs` among the arguments is folded like the model's own, and its count moves on."""
 
@@ -740,7 +743,7 @@ def penalised(model, x):
 
 
 @pytest.mark.each_value
-@pytest.mark.one_case("8-7-<lambda>", "3-7-jit")
+@pytest.mark.one_case("3-7-jit")
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_a_loss_that_travels_in_a_variable_is_the_mean_over_rows(jit, n, size):
@@ -828,6 +831,7 @@ def _another_key():
 K, V = nnx.PathContains("k"), nnx.PathContains("v")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "kind, axes",
     [
@@ -963,6 +967,7 @@ def test_rngs_can_be_passed_eagerly_and_under_jit_in_either_order(stateless):
     close(*found)
 
 
+@pytest.mark.full
 def test_rngs_among_the_arguments_advance():
     dp = jdp.DataParallel(nnx.Dropout(0.5), range(4))
     rngs = nnx.Rngs(1)
@@ -1036,6 +1041,7 @@ def test_a_trained_variable_that_a_transformed_function_passes_on_is_not_written
     close(jax.tree.leaves(found), jax.tree.leaves(wanted))
 
 
+@pytest.mark.full
 def test_a_loop_that_the_message_advises_keeps_what_the_forward_pass_writes():
     """Equal to Flax's own loop on one device."""
 
@@ -1105,6 +1111,7 @@ def jitted_layers(m, x):
     return layers(m, x)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("how", ["plain", "inside of a jit", "axis 1"])
 def test_a_scan_over_the_layers_writes_to_no_trained_variable(how):
@@ -1146,6 +1153,7 @@ class Ready(nnx.Module):
         return x * self.rate
 
 
+@pytest.mark.one_case("train_step")
 @pytest.mark.parametrize("door", ["call", "argument", "train_step", "value_and_grad", "parallel", "evaluate"])
 def test_a_plain_attribute_that_a_call_sets_is_said_to_be_lost(door):
     model = Ready()
@@ -1170,6 +1178,7 @@ def test_a_plain_attribute_that_a_call_sets_is_said_to_be_lost(door):
         runs[door]()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["average", "welford"])
 @pytest.mark.parametrize("reduce_state", ["primary", "mean"])
 def test_a_metric_that_each_replica_updates_is_refused(refused, kind, reduce_state):

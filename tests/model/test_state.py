@@ -81,6 +81,7 @@ def test_mean_keeps_dtypes():
     assert check(bool).dtype == bool and bool(check(bool)) is True
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("replicas", [4, 8, "one by one"])
@@ -146,6 +147,7 @@ def test_one_device_equals_the_bare_model():
     close(got, Norm().apply(variables, ROWS, mutable=["batch_stats"]), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_running_statistics_over_several_steps():
     """Threaded through a loop: the primary's chunks alone, one after the other."""
     dp = jdp.DataParallel(Norm(), devices=range(4))
@@ -318,6 +320,7 @@ class Reader(nn.Module):
         return x + self.get_variable("carry", "h")[1]
 
 
+@pytest.mark.full
 def test_gradients_flow_through_a_cut_collection():
     dp = jdp.DataParallel(Counter(), devices=range(3), state_axes={"carry": 0})
     x = ROWS[:5]
@@ -402,6 +405,7 @@ def test_capture_intermediates_by_method_output():
     close(state["intermediates"]["dense"]["__call__"][0], net.apply(variables, ROWS[:5]))
 
 
+@pytest.mark.full
 def test_state_and_intermediates_together_with_keys():
     """Everything at once: params, batch statistics, dropout keys, sown rows."""
 
@@ -534,6 +538,7 @@ def test_sown_values_passed_back_in_are_appended_to():
     np.testing.assert_array_equal(second, NUMBERS)
 
 
+@pytest.mark.full
 def test_the_mean_of_state_is_exact_in_float64():
     with jax.enable_x64(True):
         x = np.random.RandomState(1).randn(10, 3)

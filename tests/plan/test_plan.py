@@ -311,6 +311,7 @@ run()
     assert "Traceback" not in rest and "interrupted, in" not in rest
 
 
+@pytest.mark.full
 def test_one_device_has_one_line(script, cpus, capsys):
     command = ["plan", script(STEP), "--topology", "h100", "--no-search", "--json", "--per-host", "1"]
     assert main(command) == 0
@@ -488,6 +489,7 @@ def test_arguments_that_make_no_sense(script, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_without_matplotlib_a_plan_has_no_picture(script, cpus, capsys, monkeypatch, tmp_path):
     """It is said before the script runs, with the extra that brings it, and the plan goes on."""
     find = importlib.util.find_spec
@@ -501,6 +503,7 @@ def test_without_matplotlib_a_plan_has_no_picture(script, cpus, capsys, monkeypa
     assert "running" in after and json.loads(told.out)["lines"] and not (tmp_path / "plan.png").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("after", [0, 2])
 def test_an_interrupt_keeps_the_lines_that_are_finished(script, cpus, capsys, monkeypatch, tmp_path, after):
     def some(step, chip, machines, rows, search):

@@ -156,13 +156,16 @@ def case_value_and_grad():
     v = variables()
     rows = dp.value_and_grad(lambda v, x, y: jnp.mean((MLP.apply(v, x) - y) ** 2), argnums=1)
     return {
-        "scalar": dp.value_and_grad(mse)(v, BATCH),
         "accumulated": dp.value_and_grad(mse, accumulate_steps=2)(v, BATCH),
         "vector": dp.value_and_grad(vector, has_aux=True)(v, BATCH),
         "ratio": dp.value_and_grad(ratio)(v, BATCH),
         "rows": rows(v, BATCH["x"], BATCH["y"]),
         "grad": dp.grad(mse)(v, BATCH),
     }
+
+
+def case_gradient_of_a_scalar():
+    return jdp.DataParallel(MLP).value_and_grad(mse)(variables(), BATCH)
 
 
 def train(dp, steps=4, loss=mse, batch=BATCH, start=None, **options):
@@ -175,9 +178,12 @@ def train(dp, steps=4, loss=mse, batch=BATCH, start=None, **options):
 
 
 def case_train():
+    return train(jdp.DataParallel(MLP))[0]
+
+
+def case_train_options():
     dp = jdp.DataParallel(MLP)
     found = {
-        "plain": train(dp)[0],
         "accumulated": train(dp, accumulate_steps=2)[0],
         "checked": train(dp, check_replicas=2)[0],
         "bfloat16": train(dp, reduce_dtype=jnp.bfloat16)[0]["losses"],
@@ -196,22 +202,28 @@ def all_pairs(outputs, batch):
     return jnp.sqrt(jnp.mean(jax.nn.logsumexp(outputs @ outputs.T, -1) ** 2)) + error.max(), {"rows": error}
 
 
+def forward(v, batch):
+    return MLP.apply(v, batch["x"])
+
+
 def case_criterion():
-    dp, v = jdp.DataParallel(MLP), variables()
+    return jdp.DataParallel(MLP).value_and_grad(forward, criterion=all_pairs, has_aux=True)(variables(), BATCH)
 
-    def forward(v, batch):
-        return MLP.apply(v, batch["x"])
 
+def case_sum_of_terms():
     def terms(v, batch):
         error, positive = jnp.mean((forward(v, batch) - batch["y"]) ** 2, -1), batch["y"][:, 0] > 0
         return jdp.Mean(jnp.sum(error * positive), jnp.sum(positive)) + 0.5 * jdp.Sum(error.sum()) - error
 
+    return jdp.DataParallel(MLP).value_and_grad(terms)(variables(), BATCH)
+
+
+def case_criterion_options():
+    dp, v = jdp.DataParallel(MLP), variables()
     step = dp.train_step(forward, optax.adam(1e-2), criterion=all_pairs)
     state, wrong = step.init(v), dp.train_step(spread, optax.sgd(1.0))
     return {
-        "gradient": dp.value_and_grad(forward, criterion=all_pairs, has_aux=True)(v, BATCH),
         "accumulated": dp.value_and_grad(forward, criterion=all_pairs, has_aux=True, accumulate_steps=2)(v, BATCH),
-        "terms": dp.value_and_grad(terms)(v, BATCH),
         "check": bool(step.check(state, BATCH)),
         "wrong": bool(wrong.check(wrong.init(v), BATCH)),
         "trained": train(dp, loss=forward, criterion=all_pairs)[0],

@@ -17,7 +17,7 @@ COUNT = 23
 DEVICES = {1: 4, 2: 2, 3: 2, 4: 1}  # of each process, by their number
 
 
-@pytest.fixture(scope="module", params=[*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4)], 3])
+@pytest.fixture(scope="module", params=[*[pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 4)], 2])
 def job(request, tmp_path_factory):
     """How many processes there are, and what each of them found."""
     n, folder = request.param, tmp_path_factory.mktemp("batches")

@@ -362,6 +362,7 @@ print("went on")
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
+@pytest.mark.full
 def test_the_daemons_of_a_process_that_fails_end_with_it():
     """As the workers of a loader."""
     done = in_a_job(

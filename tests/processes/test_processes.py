@@ -268,6 +268,13 @@ def test_dropout(found):
     np.testing.assert_array_equal(masks[0], primary > 0)
 
 
+def test_gradient_of_a_scalar(found):
+    whole = jax.value_and_grad(mse)(variables(), BATCH)
+    for result in found:
+        close(result, whole)
+
+
+@pytest.mark.full
 def test_value_and_grad(found):
     v = variables()
     whole = jax.value_and_grad(mse)(v, BATCH)
@@ -279,7 +286,6 @@ def test_value_and_grad(found):
 
     by_row = jax.grad(lambda x: jnp.mean((MLP.apply(v, x) - Y) ** 2))(X)
     for process, result in enumerate(found):
-        close(result["scalar"], whole)
         close(result["accumulated"], whole)
         (loss, aux), grads = result["vector"]
         close((loss, grads), whole)
@@ -318,7 +324,17 @@ def test_explain(found):
 def test_train(found):
     losses, params = train(optax.adam(1e-2), 4)
     for result in found:
-        for name in ("plain", "accumulated", "checked", "sharded"):
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-5)
+        close(result["params"], params, rtol=1e-4, atol=1e-5)
+        assert result["step"] == 4
+    equal(found[0], found[1])  # to the last bit
+
+
+@pytest.mark.full
+def test_train_options(found):
+    losses, params = train(optax.adam(1e-2), 4)
+    for result in found:
+        for name in ("accumulated", "checked", "sharded"):
             np.testing.assert_allclose(result[name]["losses"], losses, rtol=1e-5)
             close(result[name]["params"], params, rtol=1e-4, atol=1e-5)
             assert result[name]["step"] == 4
@@ -329,25 +345,37 @@ def test_train(found):
     equal(found[0], found[1])  # to the last bit
 
 
-def test_criterion(found):
-    """A loss of pairs of rows sees those of all processes; a sum of terms has the counts of all."""
+def of_all_pairs(v, batch):
+    """What a criterion of pairs of rows computes in the worker, on one device."""
+    outputs = MLP.apply(v, batch["x"])
+    error = jnp.mean((outputs - batch["y"]) ** 2, -1)
+    return jnp.sqrt(jnp.mean(jax.nn.logsumexp(outputs @ outputs.T, -1) ** 2)) + error.max(), {"rows": error}
 
-    def loss(v, batch):
-        outputs = MLP.apply(v, batch["x"])
-        error = jnp.mean((outputs - batch["y"]) ** 2, -1)
-        return jnp.sqrt(jnp.mean(jax.nn.logsumexp(outputs @ outputs.T, -1) ** 2)) + error.max(), {"rows": error}
+
+def test_criterion(found):
+    """A loss of pairs of rows sees those of all processes."""
+    for result in found:
+        close(result, jax.value_and_grad(of_all_pairs, has_aux=True)(variables(), BATCH))
+
+
+@pytest.mark.full
+def test_sum_of_terms(found):
+    """Each term has the count of all processes."""
 
     def terms(v):
         error, positive = jnp.mean((MLP.apply(v, X) - Y) ** 2, -1), Y[:, 0] > 0
         return jnp.sum(error * positive) / jnp.sum(positive) + 0.5 * error.sum() - error.mean()
 
-    v = variables()
-    whole = jax.value_and_grad(loss, has_aux=True)(v, BATCH)
-    losses, params = train(optax.adam(1e-2), 4, loss=lambda v, batch: loss(v, batch)[0])
     for result in found:
-        for name in ("gradient", "accumulated"):
-            close(result[name], whole)
-        close(result["terms"], jax.value_and_grad(terms)(v))
+        close(result, jax.value_and_grad(terms)(variables()))
+
+
+@pytest.mark.full
+def test_criterion_options(found):
+    whole = jax.value_and_grad(of_all_pairs, has_aux=True)(variables(), BATCH)
+    losses, params = train(optax.adam(1e-2), 4, loss=lambda v, batch: of_all_pairs(v, batch)[0])
+    for result in found:
+        close(result["accumulated"], whole)
         np.testing.assert_allclose(result["trained"]["losses"], losses, rtol=1e-5)
         np.testing.assert_allclose(result["sharded"], losses, rtol=1e-5)
         close(result["trained"]["params"], params, rtol=1e-4, atol=1e-5)

@@ -250,6 +250,7 @@ def test_the_norm_of_the_gradient(script, tmp_path, capsys):
     np.testing.assert_allclose(float(norm), np.linalg.norm(gradient), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_each_of_several_steps_is_made_again(script, tmp_path, capsys):
     text = (SMALL + LOOP).replace("state, metrics = step(state, x)", "state, metrics = step(state, x)\n" + " " * 12
         + "other, _ = second(other, x); log(number, int(other.step))")  # fmt: skip
@@ -261,6 +262,7 @@ def test_each_of_several_steps_is_made_again(script, tmp_path, capsys):
     assert capsys.readouterr().out.count("jdp replay: step 4 (train_step of <lambda>), from the checkpoint of 2") == 2
 
 
+@pytest.mark.full
 def test_a_step_that_was_skipped_is_made_again(script, tmp_path, capsys):
     text = (SMALL + LOOP).replace("optax.sgd(0.1))", "optax.sgd(0.1), skip_nonfinite=True)")
     text = text.replace("step(state, x)", "step(state, x * np.nan if number == 4 else x)").replace(
@@ -273,6 +275,7 @@ def test_a_step_that_was_skipped_is_made_again(script, tmp_path, capsys):
     assert "skipped     True\n" in out and "state after finite" in out and out.count("jdp replay: step 4") == 1
 
 
+@pytest.mark.full
 def test_the_checkpoint_before_one_that_is_damaged_is_taken(script, tmp_path, capsys):
     path = script(SMALL + LOOP)
     train(path)

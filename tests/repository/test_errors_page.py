@@ -52,6 +52,7 @@ def is_a(text, message):
     return re.fullmatch(re.sub(r"\\?<[\w .]+\\?>|…", ".*?", re.escape(message.text)), text, re.DOTALL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "call",
     [

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "tests" / "first_hour").glob("*.py"))
-QUICK = ("evaluate", "inference")  # what the fast tier runs
+QUICK = ("evaluate",)  # what the fast tier runs
 LAUNCHED = {"crash": ("-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--max-restarts", "1")}
 NEEDS = {"dataloader": "torch", "logs": "rich"}
 WARNINGS = "error,ignore:Error reading persistent compilation cache:UserWarning"

@@ -70,6 +70,7 @@ def test_blocks_are_of_known_languages():
     assert any(program.page == "README.md" and program.prints for program in PROGRAMS)
 
 
+@pytest.mark.full
 @pytest.mark.budget(20)
 @pytest.mark.one_case
 @by_place

@@ -143,6 +143,7 @@ def test_resnet_that_is_killed_goes_on_to_the_same_parameters(tmp_path):
     assert "this one has" in refused("resnet.py", *args, "--lr", "0.1", env=env)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("script", "args", "match"),

@@ -9,15 +9,18 @@ from laws import close
 
 import jdp
 
-diffrax = pytest.importorskip("diffrax", reason='needs pip install ".[adjoints]"')
-loops = pytest.importorskip("equinox.internal", reason='needs pip install ".[adjoints]"')
-
 ROWS = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
 WEIGHT = 0.3 * np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
 
 
+def library(name):
+    """Imported when a case begins: that takes as long as the tests of a file are collected in."""
+    return pytest.importorskip(name, reason='needs pip install ".[adjoints]"')
+
+
 def equation(weight, rows):
     """A differential equation for each row."""
+    diffrax = library("diffrax")
 
     def solve(row):
         term = diffrax.ODETerm(lambda _, y, weight: jnp.tanh(y @ weight))
@@ -27,6 +30,8 @@ def equation(weight, rows):
 
 
 def loop(weight, rows):
+    loops = library("equinox.internal")
+
     def body(carry):
         i, y = carry
         return i + 1, jnp.tanh(y @ weight)
@@ -57,6 +62,7 @@ def check(model, door, n, rows):
     close(jax.device_get(found), jax.device_get(expected), rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.one_case("jax.grad-4-10")
 @pytest.mark.parametrize(("n", "rows"), [(1, 8), (4, 8), (4, 10)])
 @pytest.mark.parametrize("door", DOORS)

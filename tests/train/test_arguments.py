@@ -172,6 +172,7 @@ def test_a_teacher_in_the_batch(n, rows):
     teacher(X)
 
 
+@pytest.mark.full
 @pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["nnx", "function"])
@@ -449,6 +450,7 @@ def test_what_came_cut_otherwise_is_refused(refused):
 AXES_XW = {"x": 0, "w": None}
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 3])
 def test_keys_and_static_values_mean_what_they_mean_in_value_and_grad(n):

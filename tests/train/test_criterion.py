@@ -120,6 +120,7 @@ def test_it_is_one_device_for_any_number_of_rows(n, size, steps):
     close(vg(PARAMS, *batch(size)), whole()(PARAMS, *batch(size)))
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("n, size", [(2, 7), (4, 10)])
@@ -169,6 +170,7 @@ def test_in_a_scan_over_steps():
     close(train(wrapper(3).value_and_grad(forward, criterion=criterion)), train(whole()))
 
 
+@pytest.mark.full
 def test_in_vmap():
     """Over two sets of parameters."""
     params = jax.tree.map(lambda w: np.stack([w, -2 * w]), PARAMS)
@@ -453,6 +455,7 @@ def test_masks_are_the_same_in_both_passes(n, size, steps):
     np.testing.assert_array_equal(seen["key"][0], jax.random.key_data(jax.random.key(5))) if n * steps == 1 else None
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("n, steps", [(1, 1), (3, 2)])
 def test_masks_of_a_step(n, steps):
@@ -481,6 +484,7 @@ class Dropper(nnx.Module):
         return dropped(self.w[...], x, self.rngs.dropout())
 
 
+@pytest.mark.full
 def test_nnx_draws_once_for_each_microbatch():
     net = Dropper()
     vg = wrapper(3).value_and_grad(lambda net, x: net(x), has_aux=True, criterion=norm_of_dropped, accumulate_steps=2)
@@ -518,6 +522,7 @@ def test_what_is_not_cut_reaches_the_criterion_as_it_was_passed(n, steps):
     close((metrics["loss"], state.params), (want[0], jax.tree.map(np.subtract, PARAMS, want[1])))
 
 
+@pytest.mark.full
 def test_nnx_objects_in_the_batch():
     """A teacher is whole on each replica and in the criterion, and what it counts is written back once."""
     teacher = nnx.merge(GRAPH, *NNX_VALUES, copy=True)
@@ -558,6 +563,7 @@ def test_argnums_name_what_is_cut_and_what_is_whole(argnums, n, size):
     close(got, whole(around, with_table, argnums)(*args), atol=1e-5)
 
 
+@pytest.mark.full
 def test_argnums_beside_parameters_that_are_cut():
     """The criterion depends on y[i] itself; the parameters, on which it does not depend, are cut over the devices."""
     dense = nn.Dense(2)
@@ -570,6 +576,7 @@ def test_argnums_beside_parameters_that_are_cut():
     close(wrapper(2).value_and_grad(applied, (0, 2), criterion=criterion)(variables, *batch(8)), expected)
 
 
+@pytest.mark.full
 def test_argnums_of_what_is_whole_with_microbatches():
     args = PARAMS, *batch(10), {"w": PARAMS["w"] / 3}
     options = {"criterion": around, "in_axes": (0, 0, None), "accumulate_steps": 2}
@@ -594,6 +601,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case("shard_params")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_options(option):
@@ -647,6 +655,7 @@ def test_more_replicas_than_devices():
     close(dp.value_and_grad(forward, criterion=criterion)(PARAMS, *batch(10)), whole()(PARAMS, *batch(10)))
 
 
+@pytest.mark.full
 def test_it_can_be_lowered_and_explained():
     step = wrapper(2).train_step(of_batch, SGD, criterion=criterion_of_batch)
     state = step.init({"params": PARAMS})
@@ -877,6 +886,7 @@ def test_two_views(n, rows):
     close(got, whole(simclr, two_views)(PARAMS, *batch(rows)), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.full
 def test_two_views_are_gathered_and_not_exchanged():
     """XLA by itself sends parts of the joined rows from device to device, and then gathers them."""
     dp, at = wrapper(8), jax.sharding.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
@@ -891,6 +901,7 @@ def test_two_views_are_gathered_and_not_exchanged():
     assert sent[0] <= sent[1] / 2, sent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
 def test_under_jit_with_a_batch_that_lies_on_a_mesh(axes):
     """`jax.make_mesh` makes Explicit axes, which are part of the type of what jit traces."""
@@ -1173,6 +1184,7 @@ ROWS_OF_TWO = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ROWS_OF_TWO)
 def test_outputs_of_two_batches(name):
     """The replicas' outputs are joined along the rows: what has the rows of x, then those of z, would be mixed."""
@@ -1274,6 +1286,7 @@ CRITERIA = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", CRITERIA)
 def test_criteria_that_compare_equal_are_two(kind):
     dp, w, x = jdp.DataParallel(lambda w, x: x @ w, range(2)), np.ones((3, 2), np.float32), np.ones((4, 3), np.float32)

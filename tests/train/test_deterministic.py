@@ -157,6 +157,7 @@ def test_without_it_they_are_not():
     assert len({digest(run("mlp", n, [64, 64, 7], deterministic=False)[0].params) for n in (1, 2)}) > 1
 
 
+@pytest.mark.full
 @pytest.mark.one_case("mlp")
 @pytest.mark.budget(6)
 @pytest.mark.parametrize("name", ["mlp", "nnx", *SLOW])
@@ -414,6 +415,7 @@ def test_refused(options, text):
         step(step.init({"params": np.float32(1)}), np.ones(8, np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.budget(6)
 def test_sums_of_the_loss_s_own():
     """By numpy: each replica's mean times the mean of all rows, and a sum in each of three iterations of a loop."""
@@ -490,6 +492,7 @@ def test_the_state_that_went_in_is_donated():
         step(state, np.ones(8, np.float32))
 
 
+@pytest.mark.one_case("13")
 @pytest.mark.budget(6)
 @pytest.mark.parametrize("rows", [16, 13])
 def test_a_loss_that_calls_the_wrapper_runs_its_model(rows):
@@ -504,6 +507,7 @@ def test_a_loss_that_calls_the_wrapper_runs_its_model(rows):
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("criterion", [False, True], ids=["chunk", "criterion"])
 def test_metrics_by_the_shape_of_a_row(criterion):
     """Batches of one layout may have rows of several shapes, each with metrics of its own."""

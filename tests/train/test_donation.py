@@ -92,6 +92,7 @@ def test_a_clone_of_the_model_from_before_the_first_step_works_after_it(n, clone
         assert y is None or np.array_equal(x, y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_is_put_into_an_nnx_model_between_steps_stays(n):
     net, step = nnx_step(n)
@@ -168,6 +169,7 @@ def test_an_array_put_in_place_into_the_last_state_stays():
     np.testing.assert_array_equal(mine, np.ones(3))
 
 
+@pytest.mark.one_case("2")
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_the_batch_holds_of_the_state_is_not_freed(n):
     """Its key, its number, its parameters as a target: on two devices JAX would end the process."""
@@ -208,6 +210,7 @@ def test_what_shares_memory_with_the_state_is_not_freed(n, known):
         np.testing.assert_array_equal(state.params, np.ones(3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_clone_of_the_model_is_its_teacher_from_any_step_on(n):
     net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -255,6 +258,7 @@ def test_what_a_step_without_donation_gave_is_copied_once():
     assert not any(freed(given)) and not any(freed(mine))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("first", "second"), [(range(4), [2, 3]), ([0], [0, 1])])
 def test_a_state_that_a_step_on_other_devices_takes_stays_whole(first, second):
     """What is moved to some of the same devices may share their memory, which that step frees."""
@@ -318,6 +322,7 @@ def test_a_part_that_is_replaced_is_copied_alone(copies):
         assert sum(freed(before)) == len(arrays(before)) - 2 and len(copies) == 2 * (i + 1)
 
 
+@pytest.mark.full
 def test_nnx_copies_in_the_first_step_alone(copies):
     net, step = nnx_step()
     assert not copies
@@ -444,6 +449,7 @@ def test_a_freed_nnx_model_is_refused():
         step(X)
 
 
+@pytest.mark.one_case("jit")
 @pytest.mark.parametrize("around", [jax.grad, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])])
 def test_an_nnx_step_inside_of_a_transformation_frees_nothing(around):
     _, step = nnx_step(1)
@@ -454,6 +460,7 @@ def test_an_nnx_step_inside_of_a_transformation_frees_nothing(around):
     assert np.isfinite(step(X)["loss"])
 
 
+@pytest.mark.one_case("after 3 steps-False")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} steps".format)  # the third one is a known step
 def test_a_state_of_which_numpy_shares_a_part_is_freed_whole(steps, deterministic):
@@ -475,6 +482,7 @@ def test_a_state_of_which_numpy_shares_a_part_is_freed_whole(steps, deterministi
     np.testing.assert_array_equal(host.params["w"], expected)
 
 
+@pytest.mark.full
 def test_a_model_of_which_numpy_shares_a_part_is_freed_whole():
     net, step = nnx_step(4)
     step(X)

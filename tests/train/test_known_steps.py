@@ -228,6 +228,7 @@ def test_a_mesh_around_all_steps(again):
     assert again[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_known_step_that_is_not_finite(donate):
     step = step_on([0, 1], donate=donate)

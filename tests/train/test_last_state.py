@@ -178,6 +178,7 @@ def test_the_state_before_is_refused():
     assert int(step(after, batch)[0].step) == 4
 
 
+@pytest.mark.full
 def test_another_state_is_looked_at():
     _, step, state, batch = after_two_steps(donate=False)
     narrow = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
@@ -222,6 +223,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_changes_nothing():
     assert int(step(state, batch)[0].step) == 3
 
 
+@pytest.mark.full
 def test_explain_does_not_run_it():
     _, step, state, batch = after_two_steps()
     before = int(state.step)
@@ -279,6 +281,7 @@ def test_a_known_step_that_raises_ran_once(n):
     assert len(runs) == 4 * n
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["check", "lower", "find_nonfinite"])
 def test_what_only_looks_at_a_state_leaves_the_program_of_the_next_step(method):
     """Parameters that are whole stay whole, after a look at a state whose parameters are cut."""

@@ -74,6 +74,7 @@ def test_a_loss_that_is_right(what, n, rows):
     assert isinstance(check, jdp.LossCheck) and check, str(check)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_rounding_to_16_bits_is_no_fault(dtype):
@@ -122,6 +123,7 @@ def by_chunks(n, rows):
     return jax.jit(jax.value_and_grad(loss))(PARAMS)
 
 
+@pytest.mark.one_case("7")
 @ROWS
 def test_a_normalization_is_named_with_both_values(rows):
     """The loss and each leaf of the gradient: that of the devices, and that of one."""
@@ -259,6 +261,7 @@ def test_a_loss_that_draws_cannot_be_compared():
     assert not check and "key" in str(check)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("right", [True, False])
 def test_a_loss_that_has_a_key_and_does_not_draw_is_compared(right):
@@ -271,6 +274,7 @@ def test_a_loss_that_has_a_key_and_does_not_draw_is_compared(right):
 # --- the options of a step ---
 
 
+@pytest.mark.full
 def test_with_a_criterion():
     """A loss that norms its rows is exact there."""
 
@@ -293,6 +297,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case("shard_params")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_options(option):
@@ -321,6 +326,7 @@ def test_what_a_step_refuses_a_check_refuses():
         step.check(step.init({"params": PARAMS}), batch(8))
 
 
+@pytest.mark.full
 def test_it_takes_the_step_on_rows_as_they_come():
     """The loss of the check's own text is that of the step."""
     step = wrapper(2).train_step(normed, SGD)

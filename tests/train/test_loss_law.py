@@ -21,7 +21,7 @@ import optax
 import pytest
 from cases import one_in
 from flax import nnx
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from laws import examples
 
@@ -306,7 +306,11 @@ GRAMMAR = {
 PART = re.compile(r"\{([a-z ]+)\}")
 
 
-def grown(draw, kind, depth=2):
+IS_FAST = settings.default.max_examples < 30
+DEPTH, METRICS = (1, 1) if IS_FAST else (2, 2)  # at most, of a random loss
+
+
+def grown(draw, kind, depth=DEPTH):
     """A line of this kind; so deep are lines of one kind in others of the same."""
     lines = [line for line in GRAMMAR[kind] if depth or f"{{{kind}}}" not in line]
     part = lambda match: grown(draw, match[1], depth - (match[1] == kind))  # noqa: E731
@@ -318,7 +322,7 @@ def programs(draw):
     """The line of a loss and those of its metrics. At most one of them may be anything at all."""
     wrong = draw(st.sampled_from([None, None, None, "loss", "loss", "metric"]))
     loss = grown(draw, "no loss" if wrong == "loss" else "loss")
-    metrics = [grown(draw, "metric") for _ in range(draw(st.integers(0, 2)))]
+    metrics = [grown(draw, "metric") for _ in range(draw(st.integers(0, METRICS)))]
     return loss, (*metrics, grown(draw, "no metric")) if wrong == "metric" else tuple(metrics)
 
 
@@ -438,12 +442,13 @@ def test_a_loss_is_that_of_one_device_or_refused(n, steps, program, model, rows,
         # row the logarithm of a softmax over the rows is 0, by which others may be divided.
         may_be_infinite = "jnp.max(" in program[0] or rows == 1
         assume(not may_be_infinite or all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want)))
-        assert_equal(by_criterion(program, model, n, dtype, batch, steps), want)
+        if n % 2 == steps % 2 or not IS_FAST:
+            assert_equal(by_criterion(program, model, n, dtype, batch, steps), want)
         got, refused = verdict(on_the_chunk, program, model, n, dtype, batch, steps)
         event("refused" if refused else "accepted")
         if not refused:
             assert_equal(got, want)
-        if n > 1:  # traced only, which tells as much, and is not compiled
+        if n > 1 and (steps == 1 or not IS_FAST):  # traced only, which tells as much, and is not compiled
             on_one = functools.partial(on_the_chunk, program, model, 1, dtype, batch, 1)
             assert verdict(jax.eval_shape, on_one)[1] == refused
 

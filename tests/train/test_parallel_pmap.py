@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import jax_utils
+from laws import variables_of
 
 import jdp
 
@@ -32,7 +33,7 @@ class Decoder(nn.Module):
 
 
 DECODER = Decoder()
-PARAMS = DECODER.init(jax.random.key(0), jnp.zeros((1, 5), jnp.int32))["params"]
+PARAMS = variables_of(DECODER, np.zeros((1, 5), np.int32))["params"]
 TOKENS = rng.integers(0, 7, (ROWS, 5))
 
 

@@ -167,7 +167,7 @@ class Norm(nn.Module):
 
 
 NORM = Norm()
-VARIABLES = NORM.init(jax.random.key(0), X[:1])
+VARIABLES = laws.variables_of(NORM, X[:1])
 
 
 def normed(reduce, state, batch):
@@ -385,6 +385,7 @@ def test_the_mean_of_state_is_for_what_is_not_trained(refused):
         dp.parallel(lambda count, x: count + (x > 0).sum())(jnp.zeros((), jnp.int32), X)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.full)])
 def test_a_key_in_the_state_may_differ(impl):
     """Each replica draws its own numbers; the next step's key is the primary's."""
@@ -421,6 +422,7 @@ def nnx_step(reduce, x, model, optimizer, y):
     return loss
 
 
+@pytest.mark.full
 def test_an_nnx_step_that_does_not_reduce_is_refused_and_changes_nothing(refused, same):
     model = Model()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -508,6 +508,7 @@ def stable(lowered, kind):
     return [(dtype, BYTES[dtype] * int(np.prod([int(d) for d in dims.split("x") if d]))) for dims, dtype in arrays]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shard", [False, True])
 def test_gradients_travel_in_the_dtype_that_is_asked_for(shard):
     """bfloat16 halves the bytes; the loss stays in float32. In StableHLO, for XLA's CPU compiler sends float32."""
@@ -533,6 +534,7 @@ def test_what_travels_in_bfloat16_gives_nearly_the_same_parameters():
         assert 0 < np.abs(got - exact).max() < 2**-6 * np.abs(exact - first).max()
 
 
+@pytest.mark.full
 def test_a_second_init_of_other_shapes_is_cut_along_its_own_axes():
     dp = jdp.DataParallel(lambda v, x: x)
     tx = optax.adam(0.1)

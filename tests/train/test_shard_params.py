@@ -482,6 +482,7 @@ def replicated(name, accumulate):
     return ran(False, lambda v, batch: loss_fn(v["params"], batch), params, accumulate_steps=accumulate)
 
 
+@pytest.mark.full
 @pytest.mark.each_pair
 @pytest.mark.one_case("0-False-1-scanned and used")
 @pytest.mark.parametrize("name", [*MODELS][::-1])
@@ -569,6 +570,7 @@ def variables():
 STEADY = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.05, eps=1e-2))
 
 
+@pytest.mark.full
 def test_a_step_that_is_skipped_changes_nothing():
     bad = jax.tree.map(np.copy, batch(16))
     bad[0][14, 1] = np.nan
@@ -583,6 +585,7 @@ def test_a_step_that_is_skipped_changes_nothing():
     assert_cut((after.params, after.opt_state), 8)
 
 
+@pytest.mark.full
 def test_a_metric_with_rows_comes_back_gathered():
     """Which axis is that of the rows is seen by tracing the loss with more of them, and with whole parameters."""
     loss_fn = lambda v, batch: (loss(v, batch), {"out": model(v["params"], batch[0])})  # noqa: E731
@@ -788,6 +791,7 @@ def test_linen_calls_take_variables_that_are_cut():
     close(*found)
 
 
+@pytest.mark.full
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("form", ["vector", "mean", "ratio"])
@@ -876,6 +880,7 @@ def test_nnx_models_are_cut_in_place(n, accumulate, sync):
     close(*found, 1e-5, 1e-5)
 
 
+@pytest.mark.full
 def test_nnx_models_are_made_in_parts():
     """By a function, each part where it lives; with the numbers of the model as it is."""
     make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))  # noqa: E731
@@ -960,6 +965,7 @@ def test_a_state_that_lies_elsewhere_is_put_where_it_belongs(place, to):
     assert_cut(after.opt_state, 8, cut=bool(to) or place == "cut")
 
 
+@pytest.mark.full
 def test_the_step_takes_it_from_the_variables(refused):
     """What is made in parts is trained in parts, though nobody said so again; and no is a contradiction."""
     dp, tx, cut = wrapper(8), TRANSFORMATIONS["adam"], {"params": jdp.replicate(PARAMS, range(8))}
@@ -979,6 +985,7 @@ def test_the_step_takes_it_from_the_variables(refused):
         dp.train_step(loss, tx, shard_optimizer=False).init(cut)
 
 
+@pytest.mark.one_case("13")
 @pytest.mark.parametrize("size", [16, 13])
 def test_the_step_takes_it_from_the_wrapper(size, refused):
     found = []
@@ -1088,6 +1095,7 @@ def stacked_loss(variables, batch):
 STACK = {"in": normal(8, 16), "layers": {"w": normal(12, 16, 16), "b": normal(12, 16)}, "out": normal(16, 6)}
 
 
+@pytest.mark.full
 @pytest.mark.one_case("1-False", "2-False")
 @pytest.mark.parametrize("accumulate, once", [(2, True), (2, False), (1, False)])
 def test_each_layer_is_gathered_in_the_loops_and_its_gradient_is_scattered(accumulate, once):
@@ -1132,6 +1140,7 @@ def test_a_model_without_loops_is_gathered_and_scattered_once_in_each_pass(monke
     assert sum(size for kind, size in everywhere if kind == "reduce-scatter") == sum(x.size for x in cut) // 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [32, 16])
 def test_microbatches_gather_what_they_use(size):
     """In their loop: what is gathered before it, for all of them, lies whole on each device all the time."""

@@ -514,6 +514,7 @@ def test_scales_of_fp8_are_refused(refused):
         dp.value_and_grad(loss_fn)(variables, x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["another head", "one more layer"])
 def test_a_model_that_has_changed_since_its_optimizer_was_made(change, refused):
     model = nnx.Sequential(nnx.Linear(6, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 4, rngs=nnx.Rngs(0)))

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from jax import lax
-from laws import INPUTS, TARGETS, close_to_rounding
+from laws import INPUTS, TARGETS, close_to_rounding, variables_of
 
 import jdp
 
@@ -167,6 +167,7 @@ def test_several_steps_of_any_size_are_those_of_one_device(float64, n, accumulat
     assert {frozenset(x.devices()) for x in jax.tree.leaves(state)} == {frozenset(jax.devices()[:n])}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"shard_params": True, "accumulate_steps": 2}], ids=str)
 def test_containers_keep_their_order_and_frozen_ones_are_plain(options):
     """A model may go through its layers in the order of an `OrderedDict`, which is not the alphabet's."""
@@ -197,6 +198,7 @@ def test_float32_is_exact_to_rounding():
     close((losses, state.params, state.opt_state), (want_losses, params, opt_state))
 
 
+@pytest.mark.full
 def test_the_optimizer_is_told_the_loss_of_the_whole_batch():
     """As `value`, which optax.contrib.reduce_on_plateau and line searches want."""
 
@@ -266,7 +268,7 @@ class NNXMLP(nnx.Module):
 
 
 LINEN = MLP()
-LINEN_PARAMS = jax.tree.map(np.asarray, LINEN.init(jax.random.key(0), np.ones((1, 3), np.float32)))["params"]
+LINEN_PARAMS = variables_of(LINEN, np.ones((1, 3), np.float32))["params"]
 
 
 def linen_loss(variables, batch):
@@ -296,13 +298,15 @@ def test_linen_steps_are_those_of_the_bare_model(n, sizes, accumulate):
     dp = jdp.DataParallel(LINEN, devices=range(n))
     # The wrapper is the model inside of a replica, and what dp.init returns is what step.init takes.
     step = dp.train_step(lambda v, b: jnp.mean((dp.apply(v, b["x"]) - b["y"]) ** 2), SGD, accumulate_steps=accumulate)
-    state = step.init(dp.init(jax.random.key(0), np.ones((1, 3), np.float32)))
+    of_key = jax.random.key(0), np.ones((1, 3), np.float32)
+    state = step.init(dp.init(*of_key))
     batches = [batch(size) for size in sizes]
     losses, state = train(step, state, batches)
-    want_losses, params, _ = plain_loop(linen_loss, SGD, LINEN_PARAMS, batches)
+    want_losses, params, _ = plain_loop(linen_loss, SGD, LINEN.init(*of_key)["params"], batches)
     close((losses, state.params), (want_losses, params))
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     "made_of, n, sizes, accumulate",
@@ -395,7 +399,7 @@ class Normed(nn.Module):
 
 
 NORMED = Normed()
-VARIABLES = jax.tree.map(np.asarray, NORMED.init(jax.random.key(0), np.ones((2, 3), np.float32)))
+VARIABLES = variables_of(NORMED, np.ones((2, 3), np.float32))
 
 
 def normed_loss(variables, batch):
@@ -642,6 +646,7 @@ NNX_OPTIMIZERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"shard_params": True}, {"shard_optimizer": True}], ids=str)
@@ -659,6 +664,7 @@ def test_nnx_takes_optimizers_that_hold_no_array_for_each_parameter(name, option
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_nnx_rngs_differ_between_replicas_microbatches_and_steps():
     def run(n, accumulate):
         dp = jdp.DataParallel(NNXDropping(nnx.Rngs(0, dropout=5)), devices=range(n))
@@ -797,6 +803,7 @@ def test_nnx_donates_its_own_arrays_alone(n):
     assert not any(deleted((nnx.as_pure(nnx.state(dp.module)), nnx.as_pure(nnx.state(optimizer)))))
 
 
+@pytest.mark.full
 def test_nnx_without_donation_frees_nothing():
     dp = jdp.DataParallel(NNXMLP(nnx.Rngs(0)), devices=range(2))
     step = dp.train_step(nnx_loss, SGD, donate=False)
@@ -924,6 +931,7 @@ def test_without_the_option_the_parameters_become_nan():
     assert all(np.isnan(x).all() for x in jax.tree.leaves(kept(state.params)))
 
 
+@pytest.mark.full
 def test_nnx_skips_a_step_that_is_not_finite(same):
     dp = jdp.DataParallel(NNXNormed(nnx.Rngs(0)), devices=range(2))
     step = dp.train_step(nnx_loss, ADAM, skip_nonfinite=True)
@@ -1004,6 +1012,7 @@ def test_the_shapes_of_a_first_state_are_seen_without_making_it():
     assert step.last is state and int(step(state, batch(10))[0].step) == 1
 
 
+@pytest.mark.full
 def test_replicas_are_not_compared_inside_of_jit(refused):
     step = step_of(3, check_replicas=100)
     state = step.init({"params": single(PARAMS)})
@@ -1050,8 +1059,7 @@ def test_parameters_stay_in_32_bits_where_the_model_computes_in_16(accumulate):
 def test_flax_train_state_takes_the_gradients():
     """`apply_gradients` in a step that the user has compiled, as in flax's examples."""
     dp = jdp.DataParallel(LINEN, devices=range(3))
-    params = dp.init(jax.random.key(0), np.ones((1, 3), np.float32))["params"]
-    state = train_state.TrainState.create(apply_fn=dp.apply, params=params, tx=SGD)
+    state = train_state.TrainState.create(apply_fn=dp.apply, params=LINEN_PARAMS, tx=SGD)
 
     @jax.jit
     def train_step(state, data):
@@ -1378,6 +1386,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
@@ -1477,6 +1486,7 @@ def test_an_optimizer_whose_state_is_no_tree_of_arrays():
         wrapper(2).train_step(scalar, tx).init({"params": single(PARAMS)})
 
 
+@pytest.mark.full
 def test_an_nnx_optimizer_of_another_model(refused):
     dp, other = jdp.DataParallel(NNXMLP(nnx.Rngs(0)), devices=range(2)), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     before = kept(nnx.as_pure(nnx.state(dp.module)))
@@ -1575,6 +1585,7 @@ def test_complex_parameters_are_trained(options, rows):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, (want, opt_state))
 
 
+@pytest.mark.full
 def test_complex_gradients_travel_whole():
     """With a reduce_dtype for the real ones: a cast to it would drop the imaginary part."""
     params, x = {"w": np.full((3, 4), 1 + 2j, np.complex64), "b": np.float32(1)}, np.ones((8, 3), np.float32)
@@ -1592,6 +1603,7 @@ def test_complex_parameters_are_not_cut(refused):
         step.init(variables)
 
 
+@pytest.mark.one_case("10-{'accumulate_steps': 2}")
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"reduce_dtype": jnp.float32}], ids=str)
 @pytest.mark.parametrize("rows", [8, 10, 3])
 def test_the_gradients_of_a_mean_are_added_up_and_no_more(options, rows):

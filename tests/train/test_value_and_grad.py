@@ -151,6 +151,7 @@ def test_grad_is_the_gradient_of_value_and_grad(same):
     close(dp.grad(tokens, argnums=(0, 1))(*args), whole(tokens, (0, 1))(*args)[1])
 
 
+@pytest.mark.full
 def test_keywords_scalars_and_objects_of_the_batch():
     """Keywords are cut like the rest; what has no rows goes whole to every replica."""
 
@@ -529,6 +530,7 @@ def test_every_microbatch_of_every_replica_draws_its_own_numbers():
         np.testing.assert_array_equal(drawn[:size], jax.random.bits(key, (size,)))  # the first is that of the key
 
 
+@pytest.mark.full
 def test_an_array_of_keys_is_cut():
     def loss(w, x, keys):
         return w * x * jax.vmap(jax.random.normal)(keys)
@@ -736,6 +738,7 @@ def test_a_hessian_times_a_vector(float64):
     close(product(wrapper(3).grad(scalar)), product(jax.grad(scalar)))
 
 
+@pytest.mark.full
 def test_in_vmap():
     """Over several sets of parameters, as an ensemble has them."""
     params = jax.tree.map(lambda w: np.float32([w, -2 * w]), PARAMS)
@@ -793,6 +796,7 @@ def test_inside_another_replica_it_runs_directly(devices, same, around, form):
     same(got, run(jax.value_and_grad(plain, has_aux=True)))
 
 
+@pytest.mark.full
 def test_inside_another_replica_nnx_runs_directly(devices):
     """The module is the replica's own; its state is updated there, and the caller sees nothing of it."""
     x, y, _ = batch(12)
@@ -1134,6 +1138,7 @@ def test_parameters_without_a_gradient(refused, leaf):
     still_right()
 
 
+@pytest.mark.full
 def test_nnx_parameters_without_a_gradient(refused):
     dp = nnx_wrapper(2, norm=False)
     x, y, _ = batch(4)
@@ -1356,6 +1361,7 @@ def test_complex_parameters(way, steps, rows):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("n", [1, 4])
 def test_rows_that_come_by_keyword_alone_weigh_a_sum_of_terms(n, steps):
@@ -1406,6 +1412,7 @@ def test_a_criterion_that_cannot_be_hashed_is_known_by_identity():
         assert float(dp.value_and_grad(lambda w, x: w * x, criterion=Shifted(by))(np.float32(2), x)[0]) == 2 + by
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("s", [2.0, -2.0])
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_gradient_of_a_python_number(n, s):
@@ -1606,6 +1613,7 @@ def of_a_learned_state(w, x):
     return jnp.tanh(clipped_back(jnp.broadcast_to(w[0], (len(x), 2))) + x @ w)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of_rows", [of_a_scan, of_a_loop, of_a_learned_state])
 def test_a_state_that_is_none_of_the_rows_yet_has_a_cotangent_for_each(of_rows):
     dp = jdp.DataParallel(of_rows, range(4))
@@ -1630,6 +1638,7 @@ def moments_back(x, g):
     return (g[0] + 2 * (x - x.mean(0)) * g[1]) / len(x)
 
 
+@pytest.mark.full
 def test_statistics_with_a_backward_pass_of_their_own_are_those_of_a_batch_norm():
     own = with_backward(moments, moments_back)
 
@@ -1649,6 +1658,7 @@ def test_a_normalization_by_a_guarded_root_is_one(guard):
     close(jdp.DataParallel(loss, range(1)).value_and_grad(loss)(W3, X3), jax.value_and_grad(loss)(W3, X3))
 
 
+@pytest.mark.full
 def test_complex_numbers_in_a_loop_over_the_rows():
     def loss(w, x):
         return jax.lax.map(lambda row: jnp.abs(jnp.exp(1j * (row @ w)).sum()), x).mean()

@@ -477,6 +477,7 @@ began.wait()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", one_in(3, ["its end", "Ctrl-C", "sys.exit"]))
 def test_a_row_that_is_never_read_holds_no_exit_up(how):
     then = {"its end": "", "Ctrl-C": "for _ in iterator: pass", "sys.exit": "sys.exit(7)"}[how]
@@ -502,6 +503,7 @@ PAGE = (ROOT / "docs" / "batches.md").read_text(encoding="utf-8")
 PROGRAM, BAR = re.findall(r"```python(?: sketch)?\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.full
 def test_the_program_of_the_page_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jdp.distributed, "initialize", lambda: None)

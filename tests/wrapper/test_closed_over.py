@@ -126,6 +126,7 @@ def test_a_teacher_that_is_wrapped():
     close(metrics["loss"], want)
 
 
+@pytest.mark.full
 def test_an_nnx_teacher_that_is_wrapped():
     student, teacher = (jdp.DataParallel(nnx.Linear(4, 3, rngs=nnx.Rngs(i)), devices=range(N)) for i in range(2))
     teacher(X)  # its parameters lie over the devices from here on

@@ -573,6 +573,7 @@ class Lengths(nn.Module):
         return self.rnn(x, seq_lengths=lengths)
 
 
+@pytest.mark.full
 def test_rnn_along_dim_one():
     rnn = nn.RNN(nn.SimpleCell(4), time_major=True)
     x = np.random.RandomState(0).randn(3, 5, 2).astype(np.float32)
@@ -702,6 +703,7 @@ def test_the_four_steps_are_called_in_torchs_order_and_their_results_are_used():
     assert float(jax.grad(lambda w: dp(w, x).sum())(WEIGHT)) == 20 * x.sum()
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("step", ["scatter", "replicate", "parallel_apply", "gather"])
 def test_one_step_replaced_in_a_linen_wrapper_with_state(step):
@@ -1149,6 +1151,7 @@ def test_the_mesh_around_a_call_changes_nothing(rows, shape, names, kind, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, again, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_batch_over_an_explicit_axis_of_another_name(n):
     """`jax.make_mesh` makes such axes, which are part of the type of what jit traces."""
@@ -1169,6 +1172,7 @@ def test_a_batch_over_an_explicit_axis_of_another_name(n):
     np.testing.assert_allclose(jax.jit(dp)(w, at_home), np.sin(plain * w), rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_gradients_of_a_batch_over_an_explicit_axis_under_jit(n):
@@ -1201,6 +1205,7 @@ def test_gradients_of_a_batch_over_an_explicit_axis_under_jit(n):
     close(jax.jit(pushed(dp))(x), pushed(one)(plain))
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_a_weak_type_stays(n):
@@ -1345,6 +1350,7 @@ SEVERAL_OF_EACH = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [16, 13])
 def test_the_rows_of_several_arrays_one_after_the_other(rows):
     """torch gathers those of the first replica, then those of the second; jdp refuses what would be out of order."""
@@ -1358,6 +1364,7 @@ def test_the_rows_of_several_arrays_one_after_the_other(rows):
         np.testing.assert_allclose(jdp.DataParallel(model, range(4))(w, x), model(w, x), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_rows_of_modules_along_another_axis():
     x = np.ones((16, 3), np.float32)
     with pytest.raises(ValueError, match="which are along axis 1"):
@@ -1472,6 +1479,7 @@ def test_programs_go_with_their_wrapper_though_the_function_lives_on():
     assert counts[0] == counts[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hold", [lambda m: {"m": m}, lambda m: (m, 1.0), lambda m: m], ids=["dict", "tuple", "itself"])
 def test_nnx_objects_among_the_parameters_of_a_function_keep_their_state(hold):
     def find(params):
@@ -1499,6 +1507,7 @@ class OfLists(jdp.DataParallel):
         return [(x[2 * i : 2 * i + 2], value) for i, value in enumerate(OWN)], [{}] * len(OWN)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_chunks_of_a_subclass_keep_their_own_values(count):
     dp, x = OfLists(lambda w, x, s: w * x * s, devices=range(4)), np.ones(2 * count, np.float32)

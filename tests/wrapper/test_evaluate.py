@@ -98,6 +98,7 @@ def test_any_rows_in_any_batches(rows, cuts, n, draw):
     same_metrics(dp.evaluate(linen_metrics, VARIABLES, cut_at(*(min(c, rows) for c in cuts), rows=rows)), rows)
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("give", [list, iter, "prefetch", "batches", "placed"])
 def test_all_that_prefetch_takes_and_gives(give):
@@ -146,6 +147,7 @@ def nnx_metrics(model, batch):
     return {"mean": model(batch["x"]).mean(), "y": model(batch["x"])}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shard_params", [False, True])
 def test_an_nnx_model_runs_in_evaluation_mode_and_stays_as_it_was(shard_params):
     bare = Net(nnx.Rngs(0))
@@ -168,6 +170,7 @@ def test_an_nnx_model_runs_in_evaluation_mode_and_stays_as_it_was(shard_params):
     assert dp.module.frozen.use_running_average and not dp.module.norm.use_running_average
 
 
+@pytest.mark.full
 def test_parameters_that_are_cut():
     dp = jdp.DataParallel(nn.Dense(4), range(4))
     variables = dp.init(jax.random.key(0), ROWS[:1], shard_params=True)
@@ -344,6 +347,7 @@ def test_no_rows_at_all(batches, refused):
         jdp.DataParallel(MODEL, range(4)).evaluate(linen_metrics, VARIABLES, batches)
 
 
+@pytest.mark.full
 def test_a_training_state_in_place_of_variables(refused):
     """A metrics function gets what was passed, and may take it as a state; if it does not, a note says what to pass."""
     dp = jdp.DataParallel(MODEL, range(2))

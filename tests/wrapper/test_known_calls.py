@@ -271,6 +271,7 @@ def test_a_step_of_another_wrapper_is_taken(known):
         np.testing.assert_array_equal(dp.apply(w, X), X - 3)
 
 
+@pytest.mark.full
 def test_transformations_and_replicas_after_a_call_that_is_known():
     dp, params = wrapper(), jdp.replicate(host_params())
     (scattered,) = dp.prefetch([X])

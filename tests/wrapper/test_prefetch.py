@@ -65,6 +65,7 @@ def test_pytree_batches_and_dim():
         np.testing.assert_array_equal(dp(WEIGHT, scattered), 2 + batch["y"][0] * np.ones((2, 1)))
 
 
+@pytest.mark.full
 def test_linen_and_nnx():
     model = nn.Dense(2)
     dp = jdp.DataParallel(model, devices=range(4))
@@ -367,6 +368,7 @@ def test_for_x_y_in_prefetch_does_not_depend_on_the_number_of_devices(n, rows):
     np.testing.assert_allclose(metrics["loss"], loss_of(W, *parts(rows)), rtol=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.each_value
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [8, 7])
@@ -553,6 +555,7 @@ def test_other_loaders():
     np.testing.assert_array_equal(np.concatenate(got), X)
 
 
+@pytest.mark.full
 def test_hugging_face_datasets():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"x": X, "label": np.arange(11)}).with_format("numpy")

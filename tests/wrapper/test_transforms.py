@@ -204,6 +204,7 @@ def test_hessian_vector_product():
 # --- vmap ---
 
 
+@pytest.mark.full
 @pytest.mark.one_case
 @pytest.mark.parametrize("size", [8, 10])
 def test_vmap_over_parameters(size):
