@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -20,6 +21,8 @@ from .._version import __version__
 
 VERB = "Checkpointer"
 FORMAT = 1
+_NUMBERS = bool, int, float, complex
+_JOINED = {"bool": np.generic, "int64": np.number, "float64": np.inexact, "complex128": np.complexfloating}
 LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint that is read at once
 
 
@@ -28,7 +31,7 @@ def leaves_of(state: Tree) -> dict[str, Any]:
     flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
     for path, x in flat.items():
         is_structured = isinstance(x, np.ndarray | np.generic) and has_fields(x)  # `_is_kept` names its dtype
-        if not is_array(x) and not is_structured and not isinstance(x, bool | int | float | complex):
+        if not is_array(x) and not is_structured and not isinstance(x, _NUMBERS):
             raise TypeError(
                 f"jdp.{VERB}: {path} is a {type(x).__name__}; a checkpoint holds arrays and numbers. Pass it in data, "
                 f"as JSON, or leave it out."
@@ -99,6 +102,7 @@ def manifest(
         "step": step,
         "versions": {"jdp": __version__, "jax": jax.__version__, "orbax-checkpoint": orbax},
         "leaves": describe(leaves),
+        "numbers": [path for path, x in leaves.items() if type(x) in _NUMBERS],
         "fingerprints": fingerprints(encoded),
         "data": data,
         "apart": apart,
@@ -128,7 +132,9 @@ def misformed(content: Any, step: int) -> str:
             return f"its entry of {path:.100} is {entry!r:.100}, and no dtype with a shape"
     if "data" not in content or content.get("apart") and not isinstance(content["data"], list):
         return "it has no data of each process"
-    # Earlier versions did not write it.
+    # Earlier versions wrote neither of these.
+    if not isinstance(numbers := content.get("numbers", []), list) or not {*map(str, numbers)} <= {*content["leaves"]}:
+        return f"its 'numbers' is {numbers!r:.100}"
     if (there := content.get("replicas")) is not None and not (
         isinstance(there, dict) and type(there.get("number")) is int and type(there.get("chosen")) is bool
     ):
@@ -173,14 +179,19 @@ def as_json(data: Any) -> Any:
     )
 
 
-def manifest_difference(stored: Mapping[str, list[Any]], expected: Mapping[str, list[Any]]) -> str | None:
-    """Returns the first leaf whose form differs between the checkpoint and the state, or that one of them lacks."""
+def manifest_difference(content: Mapping[str, Any], expected: Mapping[str, list[Any]]) -> str | None:
+    """Returns the first leaf whose form differs between the checkpoint and the state, or that one of them lacks.
+
+    A Python number, as a learning rate that was set before the save, fits where JAX lets it join an array.
+    """
+    stored = content["leaves"]
     for path in [*expected, *(p for p in stored if p not in expected)]:
         if path not in stored:
             return f"{path} is not in it"
         if path not in expected:
             return f"it has {path}, which is not in the state"
-        if stored[path] != expected[path]:
+        is_number = path in content.get("numbers", ())
+        if stored[path] != expected[path] and not (is_number and _joins(stored[path][0], *expected[path])):
             there, here = (f"{dtype}{shape}"[:200] for dtype, shape in (stored[path], expected[path]))
             return f"{path} is {there} in it, {here} in the state"
     return None
@@ -191,13 +202,20 @@ def _like(like: Any, x: Any) -> Any:
         if isinstance(like, jax.Array) and not like.is_fully_addressable:
             return like
         x = np.asarray(_data(like)) if isinstance(like, jax.Array) else like
-    if isinstance(like, bool | int | float | complex):
+    if isinstance(like, _NUMBERS):
         return type(like)(np.asarray(x).item())
     if not isinstance(like, jax.Array):
-        return np.asarray(x) if isinstance(like, np.ndarray) else np.asarray(x)[()]
+        x = np.asarray(x, like.dtype)
+        return x if isinstance(like, np.ndarray) else x[()]
     if not isinstance(x, jax.Array):
-        x = jax.device_put(x, target_of(like))
+        x = jax.device_put(np.asarray(x, _data(like).dtype), target_of(like))
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
+
+
+def _joins(number: str, dtype: str, shape: list[int]) -> bool:
+    """Returns whether an array of this form stays what it is when a Python number joins it; both by their dtypes."""
+    kind = _JOINED.get(number)
+    return not shape and kind is not None and not dtype.startswith("key<") and jnp.issubdtype(dtype, kind)
 
 
 def target_of(like: jax.Array) -> Any:

@@ -87,9 +87,11 @@ def _read_here(
     if content["format"] > FORMAT:
         version = content["versions"].get("jdp")
         return content, {}, f"!it was written by jdp {version!s:.50}, in a form that this version does not know"
-    if difference := manifest_difference(content["leaves"], form):
+    if difference := manifest_difference(content, form):
         return content, {}, f"!{difference}"
-    return content, _read_arrays(path / ARRAYS, item, where), ""
+    numbers = {name: np.zeros((), content["leaves"][name][0]) for name in content.get("numbers", ()) if name in item}
+    where = {name: target for name, target in where.items() if name not in numbers}
+    return content, _read_arrays(path / ARRAYS, {**item, **numbers}, where), ""
 
 
 def _twice(read: Callable[[], T]) -> T:

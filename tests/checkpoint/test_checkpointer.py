@@ -551,6 +551,35 @@ def test_leaves_that_are_no_arrays_are_refused(tmp_path, refused):
             checkpointer.save(1, {})
 
 
+def rate_of(state):
+    return state.opt_state.hyperparams["learning_rate"]
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"shard_optimizer": True}, marks=pytest.mark.full)], ids=str)
+def test_a_rate_that_was_set_as_a_python_number_comes_back_as_the_array_of_a_new_state(tmp_path, devices, options):
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"], devices[:2])
+    step = dp.train_step(lambda v, x: (dp.apply(v, x) ** 2).mean(), optax.inject_hyperparams(optax.sgd)(0.5), **options)
+    start, x = {"params": np.ones((4, 2), np.float32)}, np.ones((4, 4), np.float32)
+    state, _ = step(step.init(start), x)
+    state.opt_state.hyperparams["learning_rate"] = 0.1
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        again, _ = checkpointer.restore(step.init(start))
+        assert rate_of(checkpointer.restore(state)[0]) == 0.1  # and as the number that it was
+    assert rate_of(again).dtype == jnp.float32 and rate_of(again) == np.float32(0.1)
+    np.testing.assert_array_equal(step(again, x)[0].params, step(state, x)[0].params)
+
+
+@pytest.mark.parametrize(
+    "number, like", [(0.5, np.int32(1)), (0.5, np.ones(1, np.float32)), (1j, np.float32(1)), (0.5, jax.random.key(0))]
+)
+def test_a_number_that_would_not_become_the_array_is_of_another_state(tmp_path, refused, number, like):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"rate": number, "w": np.ones(2)})
+        with refused(ValueError, "Checkpointer", match=r"\['rate'\] is (float|complex)"):
+            checkpointer.restore({"rate": like, "w": np.ones(2)})
+
+
 def test_numbers_may_be_integers_of_numpy(tmp_path):
     with jdp.Checkpointer(tmp_path, keep=np.int64(1), every=np.int32(2)) as checkpointer:
         assert [checkpointer.save(np.int64(n), {"w": np.ones(2)}) for n in (1, 2, 3, 4)] == [False, True, False, True]

@@ -139,7 +139,8 @@ def test_so_are_steps():
 def test_virtual_cpu_devices_sets_up_devices_and_threads():
     code = """
         import os, jdp
-        jdp.virtual_cpu_devices(3)
+        import numpy as np
+        jdp.virtual_cpu_devices(np.int64(3))
         import jax
         jdp_devices = len(jax.devices())
         jdp.virtual_cpu_devices(3)  # the same again is no error

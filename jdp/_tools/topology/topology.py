@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from ..._core.devices import Device, is_described
+from ..._core.devices import Device, as_int, is_described
 from .chips import CHIPS, Chip, target_config
 from .quiet import quiet
 
@@ -84,9 +84,9 @@ def topology(
 
 
 def _checked_count(what: str, count: Any) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if (number := as_int(count)) is None or number < 1:
         raise ValueError(f"jdp.topology: {what} is {count!r}; it is a number of machines or GPUs. Pass 1 or more.")
-    return count
+    return number
 
 
 def _checked_shape(chip: Chip, shape: str | None, hosts: int | None, per_host: int | None) -> str:
