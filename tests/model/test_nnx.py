@@ -831,7 +831,7 @@ def _another_key():
 K, V = nnx.PathContains("k"), nnx.PathContains("v")
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("Variable-axes3")
 @pytest.mark.parametrize(
     "kind, axes",
     [
