@@ -102,7 +102,6 @@ def test_one_that_waits_for_an_earlier_program_is_not_late(monkeypatch, running)
     assert running < len(asked) < running + 60
 
 
-@pytest.mark.full
 def test_what_a_process_leaves_is_bounded():
     """A batch leaves nothing, and of the texts there are never more than 64."""
     environ = dict(os.environ)

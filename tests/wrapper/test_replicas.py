@@ -216,7 +216,7 @@ def asks_in_a_loop(w, x):
     return jax.lax.fori_loop(0, 2, lambda _, x: x * w + jax.lax.axis_index("data"), x)
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("4-1-meets")
 @pytest.mark.parametrize("model", [meets, asks, asks_in_a_loop])
 @pytest.mark.parametrize(("replicas", "n"), HARD)
 def test_a_model_sees_an_axis_with_as_many_members(replicas, n, model):
