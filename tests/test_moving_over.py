@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 import sys
 from typing import Any, NamedTuple
 
@@ -448,6 +449,19 @@ def test_a_tuple_is_the_arguments():
 def test_a_scattered_in_a_loss_by_hand(fn):
     with pytest.raises(TypeError, match=r"it is used as an array; .*jdp.gather\(x\)"):
         fn(jdp.scatter(X, range(4)))
+
+
+@pytest.mark.parametrize("size", [7, 8])
+def test_what_the_error_advises_meets_outputs_on_all_devices(size):
+    """torch's loop of a test, `(model(x).argmax(1) == y).sum()`. jdp.gather alone puts the rows on one device."""
+    dp = jdp.DataParallel(linear(), range(4))
+    for x, y in dp.prefetch([(X[:size], np.arange(size) % 2)]):
+        with pytest.raises(TypeError, match="used as an array") as info:
+            dp(x).argmax(1) == y  # noqa: B015
+        advice = re.search(r"the rows of the batch, (\S+),", str(info.value))[1]
+        rows = eval(advice, {"np": np, "jdp": jdp, "x": y})
+        hits = (dp(x).argmax(1) == rows).sum()
+    assert hits == (np.asarray(dp.module(X[:size])).argmax(1) == np.arange(size) % 2).sum()
 
 
 def test_the_rows_of_a_scattered():

@@ -307,13 +307,18 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
             f"training; replicas can only change objects that are passed to them. Call its eval(), or pass it in the "
             f"batch; inside of jax.vmap or jax.grad, use nnx.vmap or nnx.grad."
         )
-    if isinstance(error, TypeError) and "cannot reshape" in text_of(error) and layout.is_cut:
+    if isinstance(error, TypeError | ValueError) and layout.is_cut and _is_of_rows(text_of(error), sum(layout.sizes)):
         error.add_note(
             f"jdp.parallel_apply: replica {replica} has {layout.sizes[replica]} of the batch's {sum(layout.sizes)} "
-            f"rows, and a group of rows must not be cut. Pass a batch that gives each replica whole groups, or say how "
-            f"many rows each has: jdp.scatter(batch, devices, chunk_sizes=...)."
+            "rows, and a group of rows must not be cut. Pass a batch that gives each replica whole groups, or "
+            "jdp.scatter(batch, devices, chunk_sizes=...). Pass an array of all rows in the batch, or make it for "
+            "x.shape[0] rows."
         )
     error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {layout.devices[replica]}.")
+
+
+def _is_of_rows(text: str, rows: int) -> bool:
+    return "cannot reshape" in text or "equal div" in text or "for broadcasting" in text and f"({rows}," in text
 
 
 def explain_values(error: Exception, who: str) -> None:

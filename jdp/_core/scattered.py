@@ -155,7 +155,7 @@ class Scattered(Sequence[Tree]):
 _OF_ARRAYS = {*"shape ndim dtype size T astype reshape ravel sum mean max min argmax argmin tolist item".split()}
 _NO_ARRAY = (
     "it is a sequence, with one tree for each replica. Pass it to a call of jdp as it is, compute with the rows of the "
-    "batch, jdp.gather(x), or ask for their number, x.rows."
+    "batch, np.asarray(jdp.gather(x)), or ask for their number, x.rows."
 )
 
 

@@ -224,6 +224,8 @@ class Reader:
 
     def nonlinear(self, eqn: Any, name: str, values: list[RowValue], out: Any) -> RowValue:
         """Returns the result of a primitive that is not linear, or not known: rows stay rows, a sum gets a fault."""
+        if name == "integer_pow" and eqn.params["y"] == 1 or name == "pow" and values[1].number == 1:
+            return values[0]  # the root of a loss with any power p, at p = 1
         degree = self.degree(eqn, name, values, out)
         is_square = name in primitives.POWERS and eqn.params.get("y", 2) == 2
         if is_square and values[0].root is not None:

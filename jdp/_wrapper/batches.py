@@ -113,6 +113,8 @@ def batches(
 
 def _number(name: str, value: Any, least: int, what: str) -> int:
     number = as_int(value)
+    if number is None and getattr(value, "shape", ()):  # dp.batches(x, y), as in torch's TensorDataset(x, y)
+        raise ValueError(f"jdp.{VERB}: {name} is an array; the data are one argument. Pass dp.batches((x, y), 64).")
     if number is None or number < least:
         raise ValueError(f"jdp.{VERB}: {name} is {value!r}; it is {what}. Pass an int, {least} or more.")
     return number

@@ -555,6 +555,7 @@ ACCEPTED = {
     "more than one": lambda e: jnp.where(jnp.asarray(e.shape[0]) > 1, e.mean(), 0.0),
     "unused": lambda e, x, w: e.mean() + 0 * (x @ w).max() + 0.0 * jnp.tanh(jnp.ones((5, 5)) + x.mean()).mean(),
     "mse": lambda x, z: ((x - z) ** 2).mean(),
+    "of any power, at 1": lambda x, z: (jnp.abs(x - z) ** 1).mean() ** (1 / 1) + x.mean() ** 1,
     "sum by rows": lambda e: jnp.sum(e) / e.shape[0],
     "sum by size": lambda x: x.sum() / x.size,
     "rows before the sum": lambda e: (e / e.shape[0]).sum(),

@@ -167,6 +167,24 @@ def test_a_group_of_rows_that_is_cut():
     np.testing.assert_allclose(got, (X[:6] @ W["params"]["w"]).reshape(-1, 2).max(1).mean(), rtol=1e-6)
 
 
+OF_ALL_ROWS = {
+    "labels of a GAN": lambda o: ((o - jnp.ones((6, 1))) ** 2).mean(),
+    "labels, one for each row": lambda o: jnp.where(jnp.arange(6) > 2, o[:, 0], 0).mean(),
+    "two views": lambda o: jnp.subtract(*jnp.split(o, 2)).mean(),
+}
+
+
+@pytest.mark.parametrize("what", OF_ALL_ROWS)
+def test_shapes_that_fit_with_all_rows_alone(what):
+    """JAX's error names two shapes, and with one device there is none."""
+    assert np.isfinite(OF_ALL_ROWS[what](X[:6] @ W["params"]["w"][:, None]))
+    dp = jdp.DataParallel(lambda v, x: x @ v["params"]["w"], devices=range(2))
+    with pytest.raises((TypeError, ValueError)) as error:
+        dp.value_and_grad(lambda v, x: OF_ALL_ROWS[what](dp(v, x)[:, None]))(W, X[:6])
+    (note,) = (n for n in error.value.__notes__ if "replica 0 has 3 of the batch's 6 rows" in n)
+    assert "whole groups" in note and "in the batch, or make it for x.shape[0] rows" in note
+
+
 RETURNS = {
     "a dict": (lambda loss: {"loss": loss}, "the loss is dict"),
     "nothing": (lambda loss: None, "the loss is NoneType"),

@@ -307,6 +307,12 @@ def test_a_number_out_of_its_range(name, value, refused):
         DP.batches(X, **{"batch_size": 4, name: value})
 
 
+def test_data_in_several_arguments(refused):
+    """As in torch's TensorDataset(x, y)."""
+    with refused(ValueError, "batches", match=r"batch_size is an array; .*Pass dp\.batches\(\(x, y\), 64\)"):
+        DP.batches(X, np.arange(len(X)))
+
+
 def test_numbers_of_other_kinds():
     equal(DP.batches(X, np.int64(4), start=jnp.asarray(1), seed=np.uint8(3)), [X[r] for r in reference(11, 4, 3)[1:]])
 
