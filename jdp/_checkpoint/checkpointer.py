@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from .._core.devices import as_int
-from .._core.layout import Tree
+from .._core.layout import Tree, as_int
 from .._core.programs import refuse_freed
 from .._processes.coordination import say
 from .._processes.exchange import by_value

@@ -232,14 +232,6 @@ def memory_bytes(device: Device) -> int | None:
         return None
 
 
-def as_int(x: Any) -> int | None:
-    """Returns an integer of Python's, numpy's or jax's as an int; None for anything else, a bool too."""
-    try:
-        return None if isinstance(x, bool | np.bool_) else operator.index(x)
-    except TypeError:
-        return None
-
-
 def virtual_cpu_devices(n: int) -> None:
     """Makes the CPU count as `n` devices, safely: `jdp.virtual_cpu_devices(8)`, before anything asks JAX for devices.
 
@@ -264,9 +256,9 @@ def virtual_cpu_devices(n: int) -> None:
         >>> len(jax.devices("cpu"))
         8
     """
-    if (number := as_int(n)) is None or number < 1:
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise ValueError(f"jdp.virtual_cpu_devices: n is {n!r}; it is a number of devices. Pass 1 or more.")
-    n = number  # JAX wants an int of Python's
+    n = int(n)  # JAX takes no integer of numpy
     if "JDP_NUM_PROCESSES" in os.environ and "JAX_NUM_CPU_DEVICES" in os.environ:
         return  # the launcher has set both, and the number of threads
     flag = "--xla_force_host_platform_device_count"

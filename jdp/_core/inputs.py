@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from .._processes.coordination import text_of
-from .devices import as_int
-from .layout import is_key
+from .layout import as_int, is_key
 from .scattered import is_scattered
 
 ARRAYS = (np.ndarray, jax.Array, np.generic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .devices import Device, as_int
+from .devices import Device
 from .replica_mesh import ReplicaMesh
 
 Tree = Any
@@ -207,6 +208,14 @@ class Layout:
     def of(self, treedef: Any, leaves: Iterable[Leaf]) -> Layout:
         """Returns the layout of another tree that is cut into the same chunks."""
         return Layout(treedef, tuple(leaves), self.sizes, self.mesh, self.dim, self.per_device)
+
+
+def as_int(x: Any) -> int | None:
+    """Returns an integer of Python's, numpy's or jax's as an int; None for anything else, a bool too."""
+    try:
+        return None if isinstance(x, bool | np.bool_) else operator.index(x)
+    except TypeError:
+        return None
 
 
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:

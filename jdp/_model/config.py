@@ -20,7 +20,6 @@ from .._core.devices import (
     Device,
     DeviceLike,
     Devices,
-    as_int,
     names_of,
     refuse_alone,
     resolve_devices,
@@ -28,7 +27,7 @@ from .._core.devices import (
     warn_imbalance,
 )
 from .._core.inputs import ARRAYS, NESTED, checked_dim, is_array, no_further, refuse_loader
-from .._core.layout import Tree
+from .._core.layout import Tree, as_int
 from .._core.outputs import Reduce
 from .._core.parallel_apply import spmd
 from .._core.programs import Layouts, ReplicaProgram, capturing, made_once

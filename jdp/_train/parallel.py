@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from .._core.devices import as_int
 from .._core.gather import join
 from .._core.global_arrays import sharing
 from .._core.inputs import STACKED, axes_of, classify, is_array, is_legacy_key, no_further, paths_of, way_out
-from .._core.layout import Static, Tree, Whole, is_key
+from .._core.layout import Static, Tree, Whole, as_int, is_key
 from .._core.outputs import Reduce
 from .._core.parallel_apply import CallOf, in_replica, on_replicas
 from .._core.programs import ReplicaProgram, dispatch, made_once

@@ -15,10 +15,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._core.calls import Calls
-from .._core.devices import as_int
 from .._core.gather import join
 from .._core.inputs import entries
-from .._core.layout import Tree
+from .._core.layout import Tree, as_int
 from .._core.parallel_apply import in_replica
 from .._core.programs import ReplicaProgram, dispatch, made_once
 from .._core.replica_mesh import outside_of_mesh

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.devices import as_int
-from .._core.layout import Tree, chunk_sizes
+from .._core.layout import Tree, as_int, chunk_sizes
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, prepare
 from .._model.config import Config, Wrapper, axes_of_batch, leaf_by_leaf_of

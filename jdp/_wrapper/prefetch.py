@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.agreement import Finish, begin, layout_of_all, without_rows
-from .._core.devices import as_int
 from .._core.inputs import ARRAYS, flatten_batch
-from .._core.layout import Cut, Tree
+from .._core.layout import Cut, Tree, as_int
 from .._core.replica_mesh import outside_of_mesh
 from .._core.scatter import Cutting, Prepared, as_scattered, prepare, put_early, sizes_of_all
 from .._core.scattered import Scattered, holds_scattered, is_scattered, leaf_by_leaf

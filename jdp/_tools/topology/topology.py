@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from ..._core.devices import Device, as_int, is_described
+from ..._core.devices import Device, is_described
+from ..._core.layout import as_int
 from .chips import CHIPS, Chip, target_config
 from .quiet import quiet
 
