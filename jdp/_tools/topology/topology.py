@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.topologies import get_topology_desc
 
 from ..._core.devices import Device, is_described
-from ..._core.layout import as_int
 from .chips import CHIPS, Chip, target_config
 from .quiet import quiet
 
@@ -85,9 +85,9 @@ def topology(
 
 
 def _checked_count(what: str, count: Any) -> int:
-    if (number := as_int(count)) is None or number < 1:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ValueError(f"jdp.topology: {what} is {count!r}; it is a number of machines or GPUs. Pass 1 or more.")
-    return number
+    return int(count)
 
 
 def _checked_shape(chip: Chip, shape: str | None, hosts: int | None, per_host: int | None) -> str:
