@@ -20,7 +20,7 @@ import jdp
 from jdp import topology
 from jdp._tools.topology.chips import CHIPS, TARGETS, target_config
 from jdp._tools.topology.quiet import quiet
-from jdp._tools.topology.topology import GPUS, TPUS, _gpus, _tpus
+from jdp._tools.topology.topology import GPUS, TPUS, _checked_count, _gpus, _tpus
 
 
 def installed(module):
@@ -224,3 +224,10 @@ def test_a_wrapper_of_described_devices_leaves_the_model_where_it_is():
     assert report.devices == 16 and report.device_kind == CHIPS["h100"].device_kind
     assert [c.group for c in report.collectives] == [16] * len(report.collectives) != []
     assert model.kernel[...].devices() == before.devices() == {jax.devices()[0]}
+
+
+def test_a_number_of_hosts_may_be_an_integer_of_numpy(refused):
+    assert type(_checked_count("hosts", np.int64(2))) is int
+    for count in (0, True, 2.0, np.float32(2), "2"):
+        with refused(ValueError, "topology", match="hosts is .*; it is a number of machines or GPUs"):
+            _checked_count("hosts", count)
