@@ -184,7 +184,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """What a file leaves in JAX's caches stays, too; to look at it again for each next file took a tenth."""
+    """What a file leaves in JAX's caches stays, too. To look at it again after each file took a tenth of the time."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

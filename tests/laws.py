@@ -22,7 +22,7 @@ def examples(count: int) -> settings:
 def variables_of(model, *example):
     """Variables in the shapes of a Linen model's `init`, drawn by numpy: no program is compiled for them.
 
-    A file that has its variables made by `init` when it is collected does so in each worker, whatever that runs.
+    Each worker collects all files. If a file called `init` then, each worker would compile it, and most never use it.
     """
     random = np.random.default_rng(0)
 

@@ -182,7 +182,7 @@ def as_json(data: Any) -> Any:
 def manifest_difference(content: Mapping[str, Any], expected: Mapping[str, list[Any]]) -> str | None:
     """Returns the first leaf whose form differs between the checkpoint and the state, or that one of them lacks.
 
-    A Python number, as a learning rate that was set before the save, fits where JAX lets it join an array.
+    A Python number, such as a learning rate that was set before the save, fits a 0-d array that can keep it.
     """
     stored = content["leaves"]
     for path in [*expected, *(p for p in stored if p not in expected)]:
@@ -213,7 +213,7 @@ def _like(like: Any, x: Any) -> Any:
 
 
 def _joins(number: str, dtype: str, shape: list[int]) -> bool:
-    """Returns whether an array of this form stays what it is when a Python number joins it; both by their dtypes."""
+    """Returns True if a Python number, saved in the dtype `number`, can be kept in a 0-d array of the other dtype."""
     kind = _JOINED.get(number)
     return not shape and kind is not None and not dtype.startswith("key<") and jnp.issubdtype(dtype, kind)
 

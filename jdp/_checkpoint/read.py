@@ -89,6 +89,7 @@ def _read_here(
         return content, {}, f"!it was written by jdp {version!s:.50}, in a form that this version does not know"
     if difference := manifest_difference(content, form):
         return content, {}, f"!{difference}"
+    # Python numbers were saved in dtypes of their own, and are read in these; `decode` gives them the state's.
     numbers = {name: np.zeros((), content["leaves"][name][0]) for name in content.get("numbers", ()) if name in item}
     where = {name: target for name, target in where.items() if name not in numbers}
     return content, _read_arrays(path / ARRAYS, {**item, **numbers}, where), ""

@@ -571,6 +571,7 @@ TYPES = {
     "leaves": [None, [], {"['w']": None}, {"['w']": ["float32"]}, {"['w']": ["float32", [None]]}, {"['w']": [6, [6]]}],
     "fingerprints": [None, [], {"['w']": 3}, {}, {"['w']": None, "['b']": []}],
     "apart": [True, 1],
+    "numbers": [None, "['w']", ["['nothing']"]],
 }
 
 

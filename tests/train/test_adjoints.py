@@ -14,7 +14,7 @@ WEIGHT = 0.3 * np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
 
 
 def library(name):
-    """Imported when a case begins: that takes as long as the tests of a file are collected in."""
+    """Imports a package when a case begins, because each worker collects this file and few run it."""
     return pytest.importorskip(name, reason='needs pip install ".[adjoints]"')
 
 
