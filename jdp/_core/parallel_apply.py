@@ -311,8 +311,8 @@ def _explain(error: Exception, label: str, layout: Layout, replica: int) -> None
         error.add_note(
             f"jdp.parallel_apply: replica {replica} has {layout.sizes[replica]} of the batch's {sum(layout.sizes)} "
             "rows, and a group of rows must not be cut. Pass a batch that gives each replica whole groups, or "
-            "jdp.scatter(batch, devices, chunk_sizes=...). If the function makes an array for all rows, pass that array "
-            "in the batch, or make it for x.shape[0] rows."
+            "jdp.scatter(batch, devices, chunk_sizes=...). If the function makes an array for all rows, pass that "
+            "array in the batch, or make it for x.shape[0] rows."
         )
     error.add_note(f"Caught {type(error).__name__} in replica {replica} on device {layout.devices[replica]}.")
 
