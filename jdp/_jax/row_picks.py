@@ -45,6 +45,27 @@ def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
     return frozenset([(row + shift) % rows.size] if end == start + 1 and isinstance(shift, int) else [])
 
 
+def windows_overlap(
+    eqn: Any, values: Sequence[RowValue], rows: RowCount, windows: dict[tuple[Any, int], set[int]]
+) -> bool:
+    """Returns True for a slice in a loop over windows of rows that overlap: `x[i : i + 2]` for each i.
+
+    A window that holds rows of two chunks is lost. `windows` has where the earlier ones of a shape begin. Few windows
+    are accepted, because the function may pick some rows.
+    """
+    axis = next(iter(rows.axes(eqn.invars[0])), 0)
+    if eqn.primitive.name == "slice":
+        start, end = (parameter(eqn, name)[axis] for name in ("start_indices", "limit_indices"))
+    elif eqn.primitive.name == "dynamic_slice" and (number := values[1 + axis].number) is not None:
+        start, end = int(number), int(number) + parameter(eqn, "slice_sizes")[axis]
+    else:
+        return False
+    starts = windows.setdefault((eqn.invars[0].aval.shape, end - start), set())
+    starts.add(start)
+    overlaps = any(0 < abs(start - other) < end - start for other in starts)
+    return overlaps and len(starts) > rows.size // (end - start)
+
+
 def of_picked(
     eqn: Any, values: Sequence[RowValue], linear: bool, degree: int | None, count: RowCount, at: tuple[Any, ...]
 ) -> RowValue:

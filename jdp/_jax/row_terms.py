@@ -84,6 +84,7 @@ class Reader:
         self.backward: dict[int, Any] = {}  # by its id, a custom_vjp_call and its backward pass, None if not traceable
         self.mixed: list[tuple[Any, ...]] = []  # the backward passes that combine several rows, each as `at` returns it
         self.steps: list[tuple[int, tuple[Any, ...]]] = []  # of slices such as `v[::2]`: the step, and where
+        self.windows: dict[tuple[Any, int], set[int]] = {}  # where slices of few rows begin, by shape and length
 
     def at(self) -> tuple[Any, ...]:
         """Returns the equation that is read, then those around it: the places to blame."""
@@ -401,10 +402,12 @@ class Reader:
             return values[0]._replace(fault=fault, place=place)
         # A reshape to a number of rows that is written in the function; or one of the rows that a Python loop picks.
         is_alone = self.rows.prime and not self.rows.other and lasting([value]) is None
-        if eqn.primitive.name == "reshape" or is_alone and eqn.primitive.name in primitives.PICKS:
-            return UNKNOWN._replace(
-                picked=None if eqn.primitive.name == "reshape" else row_picks.picked_row(eqn, out, self.rows, value)
-            )
+        if eqn.primitive.name == "reshape":
+            return UNKNOWN
+        if is_alone and eqn.primitive.name in primitives.PICKS:
+            if row_picks.windows_overlap(eqn, values, self.rows, self.windows) and not is_made_in_module(self.around):
+                return value._replace(fault=Fault("pairs", self.at(), True))
+            return UNKNOWN._replace(picked=row_picks.picked_row(eqn, out, self.rows, value))
         if summed or value.fault is not None:
             return value
         return value._replace(fault=Fault("nonlinear", self.at()), role="as found")
