@@ -145,6 +145,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.one_case("1-an array", "2-a sum of terms")
 @pytest.mark.parametrize("count", COUNTED)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_count_of_integers_under_strict_promotion(count, steps):
