@@ -91,6 +91,7 @@ class ReplicaProgram:
 
 
 def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
+    """Returns `in_shardings` for these arguments: each tree with shardings in place of its arrays."""
     return tuple(None if s is None else Scattered(s._layout.operands, s._layout) for s in arguments)
 
 

@@ -105,7 +105,8 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 
 
 def params_of(replicas: Tree) -> Tree:
-    """Returns the parameters of a program: a loss has them in a pair with `Held`, an NNX call in its `Held`."""
+    """Returns a program's parameters: its `replicas`, the first of a loss's pair, or the state of its NNX objects."""
+    # NNX objects come as a `Held` of `_model/nnx.py`, which the core must not import: it has a `graph`.
     if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph"):
         replicas = replicas[0]
     return getattr(replicas, "variables", replicas) if hasattr(replicas, "graph") else replicas

@@ -392,8 +392,8 @@ def run_segments(
             f"rows; all replicas must meet at each. Run the same number for any rows, or pass a batch that divides by "
             f"{len(layout.devices)}."
         )
-    kept: list[list[list[Any]]] = []  # for each segment and each part, the variables that later ones read
-    results: list[list[Any]] = []
+    kept: list[list[list[Any]]] = []  # for each segment and each part, the values that later segments read
+    results: list[list[Any]] = []  # of each collective
 
     def nothing(j: int, *_: Any) -> tuple[list[Any], list[list[Any]]]:
         return _zeros(parts[0].cuts[j].invars), [_zeros(part.keeps(j)) for part in parts]
