@@ -45,7 +45,7 @@ def axis_for_parameter(x: Any, n: int, scanned: Scanned = ()) -> int | None:
 
 
 def as_shards(params: Tree, mesh: ReplicaMesh, scanned: Scanned) -> Tree:
-    """Returns the parameters for the program of the replicas: a `Scattered` for each that is cut."""
+    """Returns the parameters as operands of the replicas' program: a `Scattered` for each that the rule above cuts."""
 
     def cut(x: Any) -> Any:
         axis = axis_for_parameter(x, mesh.size, scanned)
@@ -73,7 +73,7 @@ def refuse_too_large(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> Non
 
 
 def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: ReplicaMesh) -> None:
-    """Raises a `ValueError` if the model has closed over its parameters: these (shards, each with its axis)."""
+    """Raises a `ValueError` if the model closes over its parameters; `sharded` holds a shard of each, and its axis."""
     cut = {(whole_shape(x, axis, mesh.size).shape, axis) for x, axis in sharded}
     for x in constants(jaxpr):
         axis = cut_axis_of(x, mesh)
