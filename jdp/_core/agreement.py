@@ -32,7 +32,7 @@ _NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the d
 
 
 Finish = Callable[[], tuple[tuple[int, ...], Outline]]
-"""Waits until the other processes have told about their batches.
+"""Waits until the descriptions of the other processes' batches have arrived.
 
 Returns the rows on each device (an empty tuple if no process has a batch any more), and the outline of the others'
 batch if this process never had one (else an empty outline).
@@ -47,14 +47,14 @@ def begin(
     failure: BaseException | None = None,
     never: bool = False,
 ) -> Finish:
-    """Begins to tell the other processes about a batch, in a collective; returns the function that waits for them.
+    """Sends a description of a batch to the other processes, in a collective; returns the function that waits for them.
 
     Args:
         mesh: the devices of all replicas.
         verb: the name of the call in errors.
         sizes: the rows on each device of this process.
         outline: what the batch is; None if this process has run out of data.
-        failure: the error that this process has instead of a batch; the others are told, so that they do not wait.
+        failure: the error that this process has instead of a batch; the others get it, so that they do not wait.
         never: this process never had a batch, and asks what the others' batches look like.
     """
     group = _group(mesh)
@@ -67,6 +67,7 @@ def begin(
     if group.last is None:
         group.start(verb)
     call = group.exchange.next_call(verb)
+    # The words of each device: two for the verb, two for the batch, and its rows. The gather adds its own number.
     gathered = group.gather(call, tuple((*_digest(((verb, ""),)), *batch, size) for size in rows), seconds)
     return functools.partial(_finish, group, call, outline, failure, gathered, seconds)
 
@@ -156,7 +157,7 @@ _NAP = 1e-3  # seconds between two looks
 
 
 def fail(mesh: ReplicaMesh, verb: str, failure: Exception) -> None:
-    """Tells the other processes that this one has failed; does nothing if there are none, or while JAX traces."""
+    """Sends an error to the other processes; does nothing if there are none, or while JAX traces."""
     if mesh.exchange is None or not trace_state_clean():
         return
     try:
@@ -240,10 +241,10 @@ def outline_of(leaves: Sequence[Any], specs: Sequence[Leaf], treedef: Any, root:
     """Returns the containers, and of each leaf the path with its dtype and shape (`*` for rows) or its Python value."""
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     containers, paths = (CONTAINERS, json.dumps(skeleton(tree))), paths_of(tree, root)
-    return (containers, *[(path, _of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
+    return (containers, *[(path, _kind_of(x, spec)) for path, x, spec in zip(paths, leaves, specs, strict=True)])
 
 
-def _of(x: Any, spec: Leaf) -> str:
+def _kind_of(x: Any, spec: Leaf) -> str:
     if isinstance(spec, Static):
         name = type(spec.value).__name__
         return f"{name} {spec.value!r}" if isinstance(spec.value, bool | int | float | str) else name

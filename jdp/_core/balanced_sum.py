@@ -265,7 +265,8 @@ def _finished(total: Any, dtype: Any, rule: Marked, before: float | None, totals
     over = totals[rule.over] if isinstance(rule.over, int) else rule.over
     if before is not None:
         total = _widened(total, dtype)
-        total, over = (total, None) if before is rule.over else (total * before, over)
+        # A constant divisor was applied before the sum. Other sums were divided by the rows, which is undone here.
+        total, over = (total, None) if isinstance(rule.over, float) else (total * before, over)
     total = divided(total, over)
     return total if rule.dtype is None else total.astype(rule.dtype)
 
@@ -299,17 +300,12 @@ def exchange(mesh: ReplicaMesh, primary: int) -> Any:
 
     def local(sums: list[Any], of_primary: list[Any]) -> tuple[list[Any], list[Any]]:
         index = jax.lax.axis_index(axis_name)
-        return [_tree_sum(x, axis_name, mesh.size) for x in sums], [
-            _from(primary, x, index, axis_name) for x in of_primary
-        ]
+        totals = [_tree_sum(x, axis_name, mesh.size) for x in sums]
+        return totals, [_from(primary, x, index, axis_name) for x in of_primary]
 
-    specs = PartitionSpec(axis_name), PartitionSpec()
-    mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-
-    def exchange(sums: list[Any], of_primary: list[Any]) -> Any:
-        return mapped(sums, of_primary)
-
-    return jax.jit(exchange)
+    cut, whole = PartitionSpec(axis_name), PartitionSpec()
+    local.__name__ = "exchange"  # the program's name
+    return jax.jit(jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=cut, out_specs=whole, check_vma=False))
 
 
 _SMALL = 1 << 16  # bytes

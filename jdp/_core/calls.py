@@ -1,9 +1,9 @@
 """Remembers the calls of a public entry point: a repeated call goes straight to its program.
 
 scatter and replicate pass some arrays on unchanged: replicated parameters, arrays of a batch that is cut already, and
-numpy arrays that the program itself places. A call without other arrays is remembered by the types of its arrays (and
-the shardings of jax arrays). A later call with the same types skips scatter and replicate. A batch that has to be
-padded never does: of it only the layout is remembered.
+numpy arrays that the program itself places. If all arrays of a call are such, it is remembered by their shapes and
+dtypes (and the shardings of jax arrays). A later call with the same ones skips scatter and replicate. A batch that has
+to be padded is padded in each call, so only its layout is remembered.
 """
 
 from __future__ import annotations

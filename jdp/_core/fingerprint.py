@@ -64,7 +64,7 @@ def compare_processes(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> No
     """Raises a `ValueError` if the processes have different values of a leaf that will be cut over the devices.
 
     Once each device has only its part, such a difference can no longer be noticed. Leaves that are cut already are left
-    out. Every process has to call this, and all raise the same error. `root` names the tree in it.
+    out. Every process has to call this, and all raise the same error, which calls the tree `root`.
     """
     if mesh.exchange is None:
         return

@@ -103,7 +103,7 @@ def _gather_scattered(s: Scattered, device: Device | str | None, dim: int) -> Tr
 
 
 def join(outputs: Scattered, device: Device | str | None) -> Tree:
-    """Gathers each leaf along its own axis."""
+    """Gathers each leaf along its own axis, onto `device`: None is the primary, "sharded" all replicas' devices."""
     outputs = placed(outputs)
     layout = outputs._layout
     if layout.mesh.spans_processes:

@@ -49,7 +49,7 @@ def own_part(x: Any, axis: int | None, mesh: ReplicaMesh) -> Any:
 
 
 def _shape_over(mesh: ReplicaMesh, shape: Sequence[int], axis: int | None, before: ReplicaMesh) -> tuple[int, ...]:
-    """Converts an array's shape over the mesh `before` to that over `mesh`, with as many rows on each device."""
+    """Converts an array's shape over the mesh `before` to that over `mesh`; the rows on each device stay the same."""
     return tuple(size // before.size * mesh.size if i == axis else size for i, size in enumerate(shape))
 
 

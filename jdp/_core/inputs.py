@@ -250,15 +250,15 @@ def check_rows(cut: Sequence[tuple[Any, int, int]], verb: str, name: Callable[[i
             f"jdp.{verb}: {name(index)} has a symbolic number of rows, {rows}; a batch is cut by its number of rows, "
             f"so each number has a program of its own. Export the bare model, or this call for one number of rows."
         )
-    for other in cut[1:]:
-        found = other[0].shape[other[1]]
+    for other, other_axis, other_index in cut[1:]:
+        found = other.shape[other_axis]
         if found != rows:
-            for x, _, i in (cut[0], other):
-                refuse_legacy_key(x, verb, lambda i=i: name(i))
+            names = name(index), name(other_index)
+            refuse_legacy_key(first, verb, lambda: name(index))
+            refuse_legacy_key(other, verb, lambda i=other_index: name(i))
             raise ValueError(
-                f"jdp.{verb}: {name(index)} has {rows} rows (axis {axis}), {name(other[2])} has {found} (axis "
-                f"{other[1]}); all arrays that are cut must agree. "
-                f"Pass equal rows{_axes_advice(verb, max(name(index), name(other[2])))}."
+                f"jdp.{verb}: {names[0]} has {rows} rows (axis {axis}), {names[1]} has {found} (axis {other_axis}); "
+                f"all arrays that are cut must agree. Pass equal rows{_axes_advice(verb, max(names))}."
             )
     return rows
 
@@ -309,9 +309,6 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
     is_batch = isinstance(root, str)
     tops = () if is_batch else (inputs, *inputs)
 
-    def are_of_python(x: Any) -> bool:
-        return all(isinstance(v, bool | int | float) for v in x)
-
     def are_rows(x: Any) -> bool:
         if type(x) not in (list, tuple) or len(x) < 2 or any(x is top for top in tops):
             return False
@@ -327,7 +324,7 @@ def refuse_rows_of_numbers(inputs: Any, rows: int | None, verb: str, root: str |
             many = "and nothing in the batch is an array" if rows is None else "as many as the batch has rows"
             of = f"{type(x[0]).__name__}s of " if isinstance(x[0], NESTED) else ""
             what, also, way = "0-d arrays", "", "jnp"
-            if are_of_python(jax.tree.leaves(x)):
+            if all(isinstance(v, bool | int | float) for v in jax.tree.leaves(x)):
                 what, also, way = "Python numbers", ", and each new value compile again", "np"
             raise TypeError(
                 f"jdp.{verb}: {_called(root, path)} is a {type(x).__name__} of {len(x)} {of}{what}, {many}; each would "

@@ -115,9 +115,9 @@ class Layout:
     holds_statics: bool
     """Whether some leaves are not arrays."""
     is_gathered: bool
-    """Whether there is nothing to gather: a program's arrays have no padding, and their rows are along axis 0."""
+    """Whether a program's arrays are the result itself: unpadded, with rows along axis 0 (`Outputs.reduce`)."""
     used: tuple[int, ...]
-    """The replicas that have rows. If nothing is cut: the primary, or with several processes the first of each."""
+    """The replicas that have rows. If nothing is cut: the primary, or with several processes each one's first."""
     fill: Callable[[Sequence[Any]], Tree]
     """Returns the tree with these values in place of its arrays, in order."""
 
@@ -174,7 +174,7 @@ class Layout:
 
     @property
     def primary(self) -> tuple[int, int]:
-        """The device of the first replica that is used, and the number of that replica on its device."""
+        """The index of the device with the first replica that is used, and the replica's index on that device."""
         return divmod(self.used[0], self.per_device) if self.used else (0, 0)
 
     @property
@@ -211,7 +211,7 @@ class Layout:
 
 
 def as_int(x: Any) -> int | None:
-    """Returns an integer of Python's, numpy's or jax's as an int; None for anything else, a bool too."""
+    """Returns a Python, numpy or jax integer as an int; None for anything else, bools included."""
     try:
         return None if isinstance(x, bool | np.bool_) else operator.index(x)
     except TypeError:
@@ -221,8 +221,8 @@ def as_int(x: Any) -> int | None:
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     """Returns the chunk sizes of `torch.chunk(x, n)` for `size` rows: `ceil(size / n)` each, the last one smaller.
 
-    `jdp.chunk_sizes(10, 4)` is 3, 3, 3, 1. There may be fewer than `n` chunks: 9 rows over 4 are 3, 3, 3. No rows are
-    `n` chunks of none. (`jnp.array_split` is another rule: 3, 3, 2, 2.)
+    `jdp.chunk_sizes(10, 4)` is 3, 3, 3, 1. There may be fewer than `n` chunks: 9 rows over 4 are 3, 3, 3. With
+    0 rows there are `n` chunks of 0. (`jnp.array_split` has another rule: 3, 3, 2, 2.)
 
     Args:
         size: number of rows, 0 or more.

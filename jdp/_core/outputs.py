@@ -155,6 +155,7 @@ class Outputs:
     treedef: Any
     rules: tuple[Marked, ...]
     layout: Layout
+    """The layout of the call's inputs."""
     sizes: tuple[tuple[int, ...], ...] = ()
     """For each array its rows on every replica, once they are known; () if the array is not cut."""
 

@@ -112,9 +112,8 @@ def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
 
 def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> ReplicaProgram:
     """Returns the program that runs `fn` on every replica; compiled once per layout and shapes."""
-    return ReplicaProgram(
-        on_replicas(_call_of_function(fn, gathered), name or getattr(fn, "__name__", type(fn).__name__))
-    )
+    call_of = _call_of_function(fn, gathered)
+    return ReplicaProgram(on_replicas(call_of, name or getattr(fn, "__name__", type(fn).__name__)))
 
 
 def on_replicas(
@@ -135,7 +134,6 @@ def on_replicas(
         axis_name = mesh.axis_name
         _warn_new_values(seen, operands, signature, label)
         found: list[Outputs] = []
-
         operands, narrowed = widened(operands, signature)
 
         def local(*arrays: Any) -> tuple[list[Any], list[Any]]:
@@ -237,7 +235,7 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
     @functools.lru_cache(SIZES)
     def body(signature: Signature, replica: int) -> Callable[..., Outputs]:
         run = call_of(signature, replica)
-        own, given = (functools.partial(replica_context, signature.layout.mesh, under_mesh=x) for x in (False, True))
+        inside = functools.partial(replica_context, signature.layout.mesh)
 
         def traced(context: Callable[[], Any], operands: Sequence[Any]) -> Outputs:
             try:
@@ -250,11 +248,11 @@ def body_of(call_of: CallOf, label: str) -> Callable[[Signature, int], Callable[
 
         def call(*operands: Any) -> Outputs:
             if "equinox" in sys.modules:
-                return with_adjoints_in(own, functools.partial(traced, own))(operands)
-            return traced(own, operands)
+                return with_adjoints_in(inside, functools.partial(traced, inside))(operands)
+            return traced(inside, operands)
 
         def call_under_mesh(*operands: Any) -> Outputs:
-            return traced(given, operands)
+            return traced(functools.partial(inside, under_mesh=True), operands)
 
         call.__name__ = call_under_mesh.__name__ = label
         # Jitted, so that fn is traced once for all programs around it, whatever the batch and with a gradient or not.

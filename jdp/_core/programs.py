@@ -91,6 +91,7 @@ class ReplicaProgram:
 
 
 def _where(*arguments: Scattered | None) -> tuple[Any, ...]:
+    """Returns `in_shardings` for these arguments: each tree with shardings in place of its arrays."""
     return tuple(None if s is None else Scattered(s._layout.operands, s._layout) for s in arguments)
 
 
@@ -239,16 +240,16 @@ _ALONE = contextlib.nullcontext()  # the context of a dispatch if there are no o
 
 def dispatch(program: Callable[..., T], mesh: ReplicaMesh, *args: Any) -> T:
     """Runs `program(*args)`; on several CPU devices it waits for the oldest runs if too many are in flight."""
-    few, exchange = mesh.may_deadlock, mesh.exchange
+    exchange = mesh.exchange
     if exchange is not None:
         exchange.come_to(program.__name__)
     with exchange.dispatching() if exchange is not None else _ALONE:
         out = program(*args)
-    if (few or exchange) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
+    if (mesh.may_deadlock or exchange) and (arrays := out._arrays if type(out) is Scattered else jax.tree.leaves(out)):
         smallest = min(arrays, key=_SIZE)
         if exchange is not None:
             exchange.dispatched(concrete(smallest))
-        if few:
+        if mesh.may_deadlock:
             _wait_for_earlier(program, smallest)
     return out
 

@@ -76,8 +76,8 @@ def _reduce_scattered(s: Scattered, target: Any, everywhere: bool) -> Tree:
     make = lambda _: layout.mesh.same_program(_sum_everywhere, ("outputs",))  # noqa: E731
     sums = dispatch(made_once(_sum_everywhere, layout.mesh, make), layout.mesh, s)
     if not everywhere and sums:
-        whole = layout.mesh.own.devices[0] if target is None else target
-        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], whole)
+        home = layout.mesh.own.devices[0] if target is None else target
+        sums = put_all([x if isinstance(x, Tracer) else x.addressable_data(0) for x in sums], home)
     return layout.fill(sums)
 
 

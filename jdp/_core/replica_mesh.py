@@ -44,6 +44,7 @@ class ReplicaMesh:
         """The size of the replicas' axis. The number of replicas is a multiple of it (`Config.replicas`)."""
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(self.size, -1)
         self.groups: tuple[tuple[Device, ...], ...] = tuple(map(tuple, rows))
+        """The devices along the replicas' axis: for each index, those along the inner axes."""
         self.devices: tuple[Device, ...] = tuple(group[0] for group in self.groups)
         """The first device of each group."""
         self.all_devices: tuple[Device, ...] = tuple(mesh.devices.flat)
@@ -72,7 +73,7 @@ class ReplicaMesh:
         # the compiler crashes, so jdp widens the values itself.
         self.sums_in_32_bits: bool = bool(self.inner_axes) and self.size > 1 and self.devices[0].platform == "cpu"
         self.gathering: Any = None
-        """How its processes gather a few words; made by `agreement.py`."""
+        """How its processes compare their batches; `agreement.py` sets it."""
         self._own: ReplicaMesh | None = None
         # The mesh inside of a replica's program, where the compiler partitions over the inner axes alone.
         manual = {axis_name: AxisType.Manual} if self.size > 1 else {}
@@ -251,7 +252,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
     While another program is being traced, JAX lets only the abstract mesh change, so that one is emptied. A mesh with
     Explicit axes stays, because the types of the incoming values refer to it, and so does the mesh of a `shard_map`.
     In a process that was forked after JAX had started, the call raises a `RuntimeError`: it would hang forever there.
-    If JAX is told to look for what is not finite, every program of the call is looked at.
+    With `jax_debug_nans` or `jax_debug_infs` set, JAX checks the results of every program of the call.
     `verb` is the name of the public function, if the function's own is another.
     """
 
@@ -279,7 +280,7 @@ def outside_of_mesh(function: Callable[_Given, _Result], verb: str | None = None
 
 
 def hides_nonfinite(error: BaseException | None) -> bool:
-    """Returns True for an error that JAX's search for a NaN (`jax_debug_nans`) has caused, if it does not say so.
+    """Returns True if an error comes from JAX's search for a NaN (`jax_debug_nans`), but its text does not say so.
 
     JAX runs the program again, operation by operation. A `shard_map` then calls itself without end or, on a mesh of
     several axes, is refused.
@@ -292,13 +293,13 @@ def hides_nonfinite(error: BaseException | None) -> bool:
 
 
 def searches() -> bool:
-    """Returns True if JAX is told to look for what is not finite (`jax_debug_nans`, `jax_debug_infs`)."""
+    """Returns True if JAX checks results for NaNs or infinities (`jax_debug_nans`, `jax_debug_infs`)."""
     return settings.jax_debug_nans or settings.jax_debug_infs
 
 
 @contextlib.contextmanager
 def _searching() -> Iterator[None]:
-    """Makes programs that have run before look for what is not finite, too, if JAX is told to.
+    """Makes JAX check the results of all programs, old ones too, if `jax_debug_nans` or `jax_debug_infs` is set.
 
     JAX 0.10 forgets `jax.config.update("jax_debug_nans", True)` in a thread that has traced the gradient of a `relu`, a
     `scan` or a `switch`: a program that was compiled before then returns NaN. A context of the same value is not lost.

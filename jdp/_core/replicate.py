@@ -62,7 +62,7 @@ OfShards = Literal["scattered", "whole", "kept"]
 
 
 def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
-    """Replicates a tree. A `Scattered` in it (state with a batch axis) stays as it is; `root` names it in errors.
+    """Replicates a tree, which errors call `root`. A `Scattered` in it (state with a batch axis) stays as it is.
 
     `cut` says what becomes of a leaf that is cut over this mesh (`shard_params`): "scattered", so that the program
     gathers it, "whole", or "kept" as it is.
@@ -153,7 +153,7 @@ def sharded(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "") -> Tree:
 
 
 def lives_replicated(tree: Tree, mesh: ReplicaMesh) -> bool:
-    """Returns True if the arrays of a tree are replicated over the mesh's devices (under any name), or cut over it."""
+    """Returns True if a tree's arrays are replicated over the mesh's devices, as any mesh of them, or cut over it."""
     values = [concrete(x) for x in jax.tree.leaves(tree, is_leaf=is_scattered) if not is_scattered(x)]
     target = mesh.replicated
     return bool(values) and all(

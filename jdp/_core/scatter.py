@@ -87,7 +87,7 @@ class Cutting(NamedTuple):
     dim: int
     verb: str
     root: str | tuple[str, ...]  # the name of the batch, or one name for each child of a tuple
-    axes: Tree = None  # for each leaf its axis, or None if it is replicated; default: dim for all
+    axes: Tree = None  # a tree prefix as in jax.vmap, with None for replicated leaves; default: dim for all
     sizes: Sequence[int] | None = None  # of the chunks; default: torch's rule
     stacked: Callable[[Any], bool] | None = None  # tells which arrays hold one entry for each replica
     # A wrapper's cache (its mesh, dim and axes do not change), so that batches of known shapes are not examined again.
@@ -111,7 +111,7 @@ def split(inputs: Tree, how: Cutting) -> Scattered:
         raise
     arrays, layout = batch.arrays, batch.layout
     if batch.outline is not None:
-        if capturing():
+        if capturing():  # explain asks no other process: each is taken to have the rows of this one
             rows = {process: iter(layout.rows) for process in how.mesh.processes}
             devices = [d for d in how.mesh.devices for _ in range(how.per_device)]
             sizes = tuple(next(rows[d.process_index], 0) for d in devices)
@@ -166,11 +166,13 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     sizes = _chunk_rows(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
-    # A 0-d array that the user wants to be replicated is no row.
-    rows = [x if a is not None or not hasattr(x, "dtype") else "" for x, a in zip(leaves, axes, strict=True)]
+    # A 0-d array that the user wants to be replicated (axis None) is no row, so a string takes its place.
+    may_be_rows = [x if a is not None or not hasattr(x, "dtype") else "" for x, a in zip(leaves, axes, strict=True)]
     layout = Layout(treedef, given, sizes, mesh, how.dim, how.per_device)
     if how.verb != "scatter":
-        refuse_rows_of_numbers(treedef.unflatten(rows), sum(layout.here.sizes) if is_cut else None, how.verb, how.root)
+        rows = sum(layout.here.sizes) if is_cut else None
+        refuse_rows_of_numbers(treedef.unflatten(may_be_rows), rows, how.verb, how.root)
+    # A batch of a known layout is taken as it came, so a batch with converted leaves must not become known.
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout
     return Prepared(arrays, layout, outline)
@@ -180,7 +182,7 @@ def sizes_of_all(found: Sequence[int], own: Layout, how: Cutting) -> tuple[int, 
     """Returns the rows of each replica; `found` has those of each device, and `own` is this process's layout.
 
     Raises:
-        ValueError: the number of replicas is fixed, and a process has other rows than its replicas should have.
+        ValueError: the number of replicas is fixed, and a process has more or fewer rows than its replicas take.
     """
     if how.replicas is None:
         return tuple(found)
@@ -276,7 +278,7 @@ def _kinds_of_leaves(
         else:
             called = functools.partial(name, i)
             found, x = classify(x, how.verb, called)
-            if found and how.verb == "scatter":  # of a batch the program may read other columns
+            if found and how.verb == "scatter":  # in a call, the model may never read this leaf
                 refuse_wrapped(x, how.verb, called)
                 x = own_memory(x, how.mesh)
             if not found:
@@ -354,14 +356,15 @@ def as_scattered(arrays: Sequence[Any], layout: Layout, place: bool = True) -> S
 
     Without `place`, numpy arrays stay on the host, and the program that takes them puts them on the devices.
     """
-    own, came = layout.here, {*map(type, arrays)}
+    own, kinds_before = layout.here, {*map(type, arrays)}
     if not own.is_even:
         arrays = [_pad_leaf(x, leaf, len(own.devices)) for x, leaf in zip(arrays, own.arrays, strict=True)]
     if layout.mesh.spans_processes:
         return Scattered(global_shapes(arrays, layout) if capturing() else assemble(arrays, layout), layout)
     # In a job of several processes JAX treats numpy arrays as replicated, so they are placed here.
     as_it_is = not place and jax.process_count() == 1 and {*map(type, arrays)} <= {np.ndarray}
-    if as_it_is and not came <= {np.ndarray}:  # jdp padded them on the host; no guard may see them go back
+    if as_it_is and not kinds_before <= {np.ndarray}:
+        # jdp padded jax arrays on the host. A transfer guard would refuse that the program moves them back.
         as_it_is = jax.config.jax_transfer_guard_host_to_device in (None, "allow")  # type: ignore[attr-defined]
     s = Scattered(arrays, layout)
     return s if as_it_is else placed(s)

@@ -69,7 +69,7 @@ class Scattered(Sequence[Tree]):
 
         __hash__ = object.__hash__
         __array__ = __jax_array__ = __float__ = __int__ = _used_as_array
-        __array_ufunc__ = None  # so that numpy's operators ask these, too
+        __array_ufunc__ = None  # so that numpy's operators call the methods below
         __array_function__ = _used_as_array  # np.array_equal would swallow the error of __array__, and say False
         __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _used_as_array
         __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _used_as_array
@@ -392,8 +392,8 @@ def flatten_call(replicas: Tree, inputs: Scattered, kwargs: Scattered | None, ve
     layouts = tuple(node._layout if is_scattered(node) else None for node in nodes)
     leaves = tuple(leaf for node in layouts for leaf in (node.arrays if node else (Whole(),)))
     layout = _common_layout([x for x in layouts if x])
-    is_cut, is_one = any(x and x.is_cut for x in layouts), not layout.mesh.spans_processes
-    if is_one and not is_cut and len(layout.sizes) > 1:
+    is_cut, is_alone = any(x and x.is_cut for x in layouts), not layout.mesh.spans_processes
+    if is_alone and not is_cut and len(layout.sizes) > 1:
         # The caller has passed only the replicated leaves of a batch whose other leaves are cut: the model runs once.
         layout = Layout(layout.treedef, layout.leaves, (1,), layout.mesh, layout.dim, layout.per_device)
     return operands, Signature(treedef, layouts, first_input, layout, leaves, layout.mesh.axis_name, verb)
@@ -421,7 +421,7 @@ def _common_layout(layouts: Sequence[Layout]) -> Layout:
 
 
 def unpadded(s: Scattered, gathers: bool = False) -> list[Any]:
-    """Returns the arrays without padding and without the entries of idle replicas; `gathers` makes them whole first."""
+    """Returns the arrays without padding and without entries of idle replicas; `gathers` first replicates them."""
     layout, used, n = s._layout, s._layout.used, len(s._layout.devices)
     out = []
     for x, leaf in zip(s._arrays, layout.arrays, strict=True):

@@ -45,7 +45,7 @@ def axis_for_parameter(x: Any, n: int, scanned: Scanned = ()) -> int | None:
 
 
 def as_shards(params: Tree, mesh: ReplicaMesh, scanned: Scanned) -> Tree:
-    """Returns the parameters for the program of the replicas: a `Scattered` for each that is cut."""
+    """Returns the parameters as operands of the replicas' program: a `Scattered` for each that the rule above cuts."""
 
     def cut(x: Any) -> Any:
         axis = axis_for_parameter(x, mesh.size, scanned)
@@ -73,7 +73,7 @@ def refuse_too_large(tree: Tree, mesh: ReplicaMesh, verb: str, root: str) -> Non
 
 
 def refuse_constants(jaxpr: Any, sharded: Sequence[tuple[Any, int]], mesh: ReplicaMesh) -> None:
-    """Raises a `ValueError` if the model has closed over its parameters: these (shards, each with its axis)."""
+    """Raises a `ValueError` if the model closes over its parameters; `sharded` holds a shard of each, and its axis."""
     cut = {(whole_shape(x, axis, mesh.size).shape, axis) for x, axis in sharded}
     for x in constants(jaxpr):
         axis = cut_axis_of(x, mesh)
@@ -105,7 +105,8 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 
 
 def params_of(replicas: Tree) -> Tree:
-    """Returns the parameters of a program: a loss has them in a pair with `Held`, an NNX call in its `Held`."""
+    """Returns a program's parameters: its `replicas`, the first of a loss's pair, or the state of its NNX objects."""
+    # NNX objects come as a `Held` of `_model/nnx.py`, which the core must not import: it has a `graph`.
     if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph"):
         replicas = replicas[0]
     return getattr(replicas, "variables", replicas) if hasattr(replicas, "graph") else replicas

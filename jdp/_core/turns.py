@@ -66,7 +66,7 @@ def _meet(bodies: Bodies, axis_name: str) -> bool:
 
 
 def weighted(out: Outputs, index: Any) -> Outputs:
-    """Multiplies each output that is a mean by the replica's share of its device's rows; the sum keeps its dtype."""
+    """Multiplies each mean by the replica's share of its device's rows, in 32 bits or more; `rule.dtype` is kept."""
     rows = np.reshape(out.layout.rows, (-1, out.layout.per_device)).astype(float)
     weights = (rows / np.maximum(rows.sum(1, keepdims=True), 1)).reshape(-1)
 

@@ -86,7 +86,7 @@ def _body_for_all(bodies: Bodies, signature: Signature) -> Body | None:
 
 
 def _filled_up(operands: Sequence[Any], signature: Signature, index: Any) -> list[Any]:
-    """Returns the operands, with a row in place of padding, because zeros might give a NaN, or a loop without end."""
+    """Returns the operands with copies of a row as padding, because zeros might give a NaN, or a loop without end."""
     filled, used, count = [], signature.layout.used, len(signature.layout.rows)
     for x, leaf in zip(operands, signature.leaves, strict=True):
         sizes = (*leaf.sizes, *[0] * (count - len(leaf.sizes))) if isinstance(leaf, Cut) else ()
@@ -184,11 +184,11 @@ def run_body(bodies: Bodies, operands: Sequence[Any], signature: Signature, inde
     jaxprs = [_on_padded(body, operands, signature) for body in bodies.values()]
     order = list(bodies) if layout.used else []
 
-    def branch_of(replica: int) -> int:
+    def branch_of(replica: int) -> int:  # the last branch is the idle one
         return order.index(_sizes_of_operands(signature, replica)) if replica in layout.used else len(order)
 
     which = [*map(branch_of, range(len(layout.devices)))]
-    branches = [branch(jaxpr) for jaxpr in jaxprs[: len(order)]] + [idle] * (len(order) in which)
+    branches = [branch(jaxpr) for jaxpr in jaxprs[: len(order)]] + ([idle] if len(order) in which else [])
     mine = jnp.asarray(np.array(which, np.int32))[index]
     if not layout.used and any(rule.axis is None and rule.old is None for rule in rules):
         values = _on_no_rows(lead, branch(jaxprs[0]), idle, operands, signature, index)
@@ -392,8 +392,8 @@ def run_segments(
             f"rows; all replicas must meet at each. Run the same number for any rows, or pass a batch that divides by "
             f"{len(layout.devices)}."
         )
-    kept: list[list[list[Any]]] = []  # for each segment and each part, the variables that later ones read
-    results: list[list[Any]] = []
+    kept: list[list[list[Any]]] = []  # for each segment and each part, the values that later segments read
+    results: list[list[Any]] = []  # of each collective
 
     def nothing(j: int, *_: Any) -> tuple[list[Any], list[list[Any]]]:
         return _zeros(parts[0].cuts[j].invars), [_zeros(part.keeps(j)) for part in parts]

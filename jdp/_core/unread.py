@@ -134,7 +134,7 @@ class Entries(dict[Any, Any]):
         self.hidden = {k: leaves for k, leaves in self.hidden.items() if k != key}
         super().__setitem__(key, value)
 
-    def __iter__(self) -> Iterator[Any]:  # so that `dict(self)` and `{**self}` ask for each entry
+    def __iter__(self) -> Iterator[Any]:  # without it, `dict(self)` and `{**self}` copy entries past `__getitem__`
         return super().__iter__()
 
 
