@@ -24,6 +24,7 @@ from .replica_mesh import ReplicaMesh, outside_of_mesh
 _NAMED = 3  # how many leaves an error names, and how many devices for each
 
 
+@outside_of_mesh
 def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     """Raises a `ValueError` if a leaf does not hold the same bits on every replica.
 
@@ -36,7 +37,6 @@ def check_replicas(tree: Tree, mesh: ReplicaMesh, verb: str) -> None:
     start(tree, mesh, verb)(verb)
 
 
-@outside_of_mesh
 def start(tree: Tree, mesh: ReplicaMesh, verb: str = "check_replicas") -> Callable[[str], None]:
     """Begins the comparison and does not wait for it: one collective, however many leaves.
 

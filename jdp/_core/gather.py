@@ -291,7 +291,11 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
         )
     columns = list(zip(*[leaves for leaves, _ in flat], strict=True))
     cut = [is_array(column[0]) and column[0].ndim > 0 for column in columns]
-    rows = {tuple(x.shape[dim] for x in column) for column, is_cut in zip(columns, cut, strict=True) if is_cut}
+    rows = {
+        tuple(x.shape[normal_axis(dim, x.ndim, "DataParallel", lambda: f"an array of {root}")] for x in column)
+        for column, is_cut in zip(columns, cut, strict=True)
+        if is_cut
+    }
     if len(rows) > 1:
         raise ValueError(
             f"jdp.DataParallel: {root} have chunks {' and '.join(map(str, sorted(rows)))}; all arrays of a device have "

@@ -105,11 +105,14 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 
 
 def params_of(replicas: Tree) -> Tree:
-    """Returns a program's parameters: its `replicas`, the first of a loss's pair, or the state of its NNX objects."""
+    """Returns a program's parameters: its `replicas`, the first of a loss's pair, or the state of its NNX module."""
     # NNX objects come as a `Held` of `_model/nnx.py`, which the core must not import: it has a `graph`.
     if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph"):
         replicas = replicas[0]
-    return getattr(replicas, "variables", replicas) if hasattr(replicas, "graph") else replicas
+    if not hasattr(replicas, "graph"):
+        return replicas
+    # The stand-in of an NNX module has no leaves; a function's parameters are beside the NNX objects that it takes.
+    return replicas.others if jax.tree.leaves(replicas.others) else replicas.variables
 
 
 def names_of_params(signature: Signature) -> list[str]:

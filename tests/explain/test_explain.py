@@ -200,6 +200,16 @@ def test_parameters_of_one_shape_in_a_tuple_are_told_apart(dp):
     assert sorted(p for c in report.collectives for p in c.parameters) == ["0", "1"]
 
 
+@pytest.mark.full
+def test_the_parameters_of_a_function_that_takes_an_nnx_object(dp):
+    x = np.ones(X.shape, X.dtype)
+    kernel = dp.init(jax.random.key(0), x, shard_params=True)["params"]["hidden"]["kernel"]
+    teacher = nnx.Linear(16, WIDTH, rngs=nnx.Rngs(0))
+    both = jdp.DataParallel(lambda params, x, teacher: x @ params["kernel"] - teacher(x), dp.devices)
+    report = jdp.explain(both.apply, {"kernel": kernel}, x, teacher)
+    assert [c.parameters for c in report.collectives] == [("kernel",)]
+
+
 def test_the_function_that_was_explained_may_be_gone(dp):
     """What one device would do is worked out when it is asked for."""
     report = jdp.explain(dp.value_and_grad(lambda v, x: jnp.mean(MODEL.apply(v, x) ** 2)), VARIABLES, X)

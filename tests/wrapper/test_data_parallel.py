@@ -1092,6 +1092,9 @@ def test_lists_of_a_scatter_that_do_not_fit_are_refused():
         dp(np.float32(1), np.ones(4, np.float32))
     with pytest.raises(ValueError, match=r"inputs have chunks \(2, 1\) and \(2, 2\)"):
         dp(np.float32(1), [(np.ones(2), np.ones(2)), (np.ones(2), np.ones(1))])
+    along_columns = Mine(lambda w, x: x * w, range(2), dim=1)
+    with pytest.raises(IndexError, match=r"jdp.DataParallel: an array of inputs is of rank 1 .* dim is 1"):
+        along_columns(np.float32(1), [(np.ones(3),), (np.ones(3),)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.dtype("float16")])
