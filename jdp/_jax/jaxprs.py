@@ -32,7 +32,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def first(jaxpr: Any, primitive: str) -> Any:
-    """Returns the first equation with the primitive of this name, nested ones too; None if there is no such one."""
+    """Returns the first equation with the primitive of this name, nested ones too; None if there is none."""
     return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == primitive), None)
 
 
@@ -52,7 +52,7 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def filled_with(jaxpr: Any) -> list[Any] | None:
-    """Returns the number that each result is filled with, if all are so, as those of `jnp.zeros`; else None."""
+    """Returns the number that fills each result, as 0 fills `jnp.zeros`; None if some result has no such number."""
     fills = [eqn for eqn in opened(jaxpr).eqns if eqn.primitive.name == "broadcast_in_dim"]
     numbers = {id(eqn.outvars[0]): eqn.invars[0].val for eqn in fills if is_literal(eqn.invars[0])}
     outs = opened(jaxpr).outvars
@@ -336,8 +336,8 @@ def is_exchanged(value: ReplicaValue) -> bool:
 def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
     """Returns the variables that output `new` adds to input `old` of a closed jaxpr without calls.
 
-    A maximum with other variables counts as such a sum. So does a choice between the input and something else; for it,
-    the variable that decides is returned. None if the output is anything else, such as an average with a momentum.
+    A maximum with other variables counts as such a sum. So does a choice between the input and something else, of which
+    only the variable that decides is returned. Returns None if the output is anything else, such as a moving average.
     """
     jaxpr = opened(jaxpr)
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -425,6 +425,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
 
 
 def _end_of(end: tuple[int, tuple[int, ...] | None] | None, axes_of: Sequence[tuple[int, ...]]) -> int | None:
-    if end is None or end[1] is None:
-        return end and MAYBE
-    return end[0] if end[1] == axes_of[end[0]] else None
+    if end is None:
+        return None
+    index, order = end
+    return MAYBE if order is None else index if order == axes_of[index] else None
