@@ -93,16 +93,13 @@ def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]
 # Calls that may be replaced by their bodies.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
-
 # Collectives whose result is the same on every replica.
 REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-
-
 COLLECTIVES = {*REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_index"}
 
 
 def axes(eqn: Any) -> tuple[Any, ...]:
-    """Returns the axes of a collective, or of an `axis_index`; () for any other equation."""
+    """Returns the axes that an equation is over: names for collectives and `axis_index`, numbers for reductions."""
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     if names is None:
         if eqn.primitive.name in COLLECTIVES:  # one that is overlooked would run where it must not
@@ -360,11 +357,7 @@ def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
 
 
 _CASTS = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
-
-
 _ADDS = {"add", "add_any", "max", "min", "or", "and", "xor"}
-
-
 _ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min", "dynamic_update_slice"}
 
 

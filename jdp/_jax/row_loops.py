@@ -135,7 +135,7 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
 
 
 def _is_tolerance(cond_jaxpr: Any, values: Sequence[RowValue]) -> bool:
-    """Returns True if floats made of rows end a loop, and not an integer, such as the length of the longest row."""
+    """Returns True if values of rows end a loop, other than integers such as the length of the longest row."""
     are_integers = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in opened(cond_jaxpr).invars]
     pairs = zip(values, are_integers, strict=True)
     return bool(reached(cond_jaxpr, [v.kind > Kind.SHARED and not is_integer for v, is_integer in pairs])[0])
@@ -169,9 +169,8 @@ def sums_at_end(
     rows, for example, may hold all of them. The body is read twice: for the parts that may be sums of rows, and for
     those that may count the rounds.
     """
-    invars, inputs = opened(body).invars[len(consts) :], [*consts, *carry, *xs]
-    of_rows = [v.kind in (Kind.SUMMED, Kind.ROWS) for v in inputs]
-    made_of: list[Parts] = [{ROW: None} if of_row else {PLACE: None} for of_row in of_rows]
+    invars, of_rows = opened(body).invars[len(consts) :], (Kind.SUMMED, Kind.ROWS)
+    made_of: list[Parts] = [{ROW: None} if v.kind in of_rows else {PLACE: None} for v in (*consts, *carry, *xs)]
     made_of[: len(consts)] = [{} if v.kind <= Kind.SHARED else p for v, p in zip(consts, made_of, strict=False)]
     sums = [
         v.kind > Kind.SHARED and jnp.issubdtype(w.aval.dtype, jnp.inexact) and not axes(w)

@@ -1,10 +1,14 @@
 """The rules for rows that are combined with rows at other positions (`v - jnp.roll(v, 1)`), and for pairs of all rows.
 
-`RowValue.place` says which row the entry at position i is made of: row i (0), row i + k (the number k), the row at
-position i from the end (TURNED; with these shifted by k, the pair of TURNED and k), a row in an order that is computed
-from the positions (ORDERED), or the row that a round of a loop takes (ROUND); None if that is lost. After
-`x.reshape(2, -1)` the halves of the rows are side by side (BLOCKS). If two values with different places are combined,
+`RowValue.place` says which row the entry at position i is made of. If two values with different places are combined,
 rows are combined with other rows. An array of positions, such as `arange(b)`, has the place 0, TURNED or ORDERED.
+
+    0, k           row i, row i + k
+    TURNED         row i from the end; (TURNED, k) if it is shifted by k
+    ORDERED        a row in an order that is computed from the positions
+    ROUND          the row that a round of a loop takes; "round turned", for example, if the loop begins at the end
+    BLOCKS         the halves of the rows are side by side, as after `x.reshape(2, -1)`; "blocks from 1": one of them
+    SEVERAL, None  several of these; not known
 
 A matrix may have an entry for each pair of rows. If each entry is made of its two rows and of nothing else, the
 diagonal has an entry for each row, made of that row alone, as in `jnp.diag(x @ z.T)`. `jnp.diagonal` is recognised by
