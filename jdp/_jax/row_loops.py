@@ -1,4 +1,4 @@
-"""Reads branches and loops; finds which of the values that a loop over the rows carries end as sums over the rows.
+"""Reads branches and loops; tells which numbers that a loop over the rows carries are sums over the rows at its end.
 
 Such a loop carries numbers from row to row. `total + f(row)` becomes a sum over the rows, as `jnp.sum` computes it;
 `jnp.maximum(largest, f(row))` and `0.9 * average + f(row)` do not. `sums_at_end` goes through the body, and finds for
