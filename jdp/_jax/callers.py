@@ -36,8 +36,7 @@ def is_made_in_module(around: Sequence[Any]) -> bool:
     linen = _folders("flax.linen", "flax.core")
     for eqn in around:
         made_by = [(os.path.abspath(x.file_name), x.function_name.split(".")[-1]) for x in _frames(eqn)]
-        # The innermost frame comes first; those of jdp's caller follow jdp's own.
-        made_by = list(itertools.takewhile(lambda x: not x[0].startswith(own), made_by))
+        made_by = list(itertools.takewhile(lambda x: not x[0].startswith(own), made_by))  # those that jdp called
         made_by = [x for x in made_by if not x[0].startswith(jax_folder)]
         if made_by and made_by[0][0].startswith(linen) or any(name == "__call__" for _, name in made_by):
             return True  # Linen itself makes the `jit` of nn.jit(Model)

@@ -77,7 +77,7 @@ def of_numbers(eqn: Any, values: Sequence[RowValue]) -> Role | None:
     """Returns the role of a number that is made of numbers of all rows.
 
     A root is a deviation, which rows may be divided by. So is a deviation that is scaled or limited, or that an epsilon
-    is added to. What is made of a gradient counts as a gradient, too, but its norm does not.
+    is added to. What is made of a gradient counts as a gradient, too, but the norm of one does not.
     """
     name = eqn.primitive.name
     made_of = values[:-1] if name == "select_n" else values  # not of what decides
@@ -228,7 +228,7 @@ def _stay_scaled(name: str, values: Sequence[RowValue], others: Sequence[RowValu
 
 
 def _shifted(eqn: Any, name: str, values: Sequence[RowValue], pending: Fault, at: tuple[Any, ...]) -> Met | None:
-    """Returns what `of_rows` does, if one number was added to all rows; None if this equation makes it several."""
+    """Returns what `of_rows` does, if one number was added to all rows; None if it is one number no longer."""
     is_first = values[0].pending is not None
     if name == "exp":
         return "scaled", pending

@@ -8,7 +8,7 @@ rows are combined with other rows. An array of positions, such as `arange(b)`, h
     ORDERED        a row in an order that is computed from the positions
     ROUND          the row that a round of a loop takes; "round turned", for example, if the loop begins at the end
     BLOCKS         the halves of the rows are side by side, as after `x.reshape(2, -1)`; "blocks from 1": one of them
-    SEVERAL, None  several of these; not known
+    SEVERAL, None  rows at several places; not known
 
 A matrix may have an entry for each pair of rows. If each entry is made of its two rows and of nothing else, the
 diagonal has an entry for each row, made of that row alone, as in `jnp.diag(x @ z.T)`. `jnp.diagonal` is recognised by
@@ -331,8 +331,8 @@ def is_matrix_of_places(rows: RowCount, operands: Sequence[Any], values: Sequenc
 def _loses_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> bool:
     """Returns True if constants take the places of rows at an end, as in `jnp.diff(v, prepend=0)`.
 
-    The result has an entry for each row again, but made of rows at other positions, and of some rows none.
-    `jnp.roll`, which keeps all rows, is not meant.
+    The result has an entry for each row again, but these are made of rows at other positions, and some rows are lost.
+    `jnp.roll` loses none.
     """
     is_shifted = isinstance(made.place, tuple) or made.place not in (0, None) and hasattr(made.place, "__index__")
     if made.kind != Kind.ROWS or not is_shifted or rows.partial_axes(eqn.outvars[0]):

@@ -389,7 +389,7 @@ class DataParallel(nnx.Module, Generic[M]):
             """Raises an `AttributeError`; for a name of torch's it says what to call instead."""
             if name == "init":
                 raise AttributeError(_NO_INIT, name=name, obj=self)
-            made = "_config" in vars(self)  # False while `__init__` runs, or a copy is made
+            made = "_config" in vars(self)  # not before `__init__` has set it, or while a copy is made
             has = made and not name.startswith("_") and _has(self.module, name)
             if made and not has and name in INSTEAD:
                 rule, others, of_nnx = INSTEAD[name]

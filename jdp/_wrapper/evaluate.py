@@ -141,7 +141,7 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
     how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)
     inputs = split((args[1:], kwargs), how)
     layout = inputs._layout
-    rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))  # if nothing is cut: 1 for each
+    rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))  # nothing cut: 1 per replica used
     if not rows:
         return None
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
@@ -152,7 +152,7 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
 
 
 def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram:
-    """Returns the program that computes the metrics of a batch, and the errors of what `metrics_fn` returns."""
+    """Returns the program that computes the metrics of a batch, and refuses results that are no metrics."""
 
     def make(metrics_fn: Any) -> ReplicaProgram:
         label = getattr(metrics_fn, "__name__", "metrics")
@@ -293,5 +293,5 @@ def _host_dtype(dtype: Any) -> Any:
 
 
 def _host(x: Any) -> Any:
-    """Returns a number of Python for a scalar, otherwise the array."""
+    """Returns a Python number for a scalar, otherwise the array."""
     return x.item() if np.ndim(x) == 0 else np.asarray(x)

@@ -311,7 +311,7 @@ def _of_all_processes(
         sizes, outline = finish()
     except DesyncError:
         if isinstance(failed, SystemExit):
-            sys.exit(failed.code)  # a new one: jdp takes one raised before its call for caught, and its code as none
+            sys.exit(failed.code)  # once more: an exit from before a call of jdp counts as caught, without its code
         if failed is not None:
             raise failed from None
         raise
