@@ -28,15 +28,15 @@ def is_made_by(eqn: Any, package: str) -> bool:
 def is_made_in_module(around: Sequence[Any]) -> bool:
     """Returns True if an equation was made in a module: in a `__call__` that is not JAX's, or by Linen itself.
 
-    The user's other methods of a module may be losses. `around` has the equations that it is in, the outermost first,
-    and then itself. Equations inside of a `jit` are not asked, because JAX may have cached them from another caller's
-    trace. False if JAX has not kept the traceback.
+    Other methods of a module may be losses. `around` has the equations that the equation is in, the outermost first,
+    and then itself. Those inside of a `jit` are not looked at, because JAX may have cached them from another caller's
+    trace. Returns False if JAX has not kept the traceback.
     """
     jax_folder, own = (_folders(name) for name in ("jax", __name__.partition(".")[0]))
     linen = _folders("flax.linen", "flax.core")
     for eqn in around:
         made_by = [(os.path.abspath(x.file_name), x.function_name.split(".")[-1]) for x in _frames(eqn)]
-        made_by = list(itertools.takewhile(lambda x: not x[0].startswith(own), made_by))
+        made_by = list(itertools.takewhile(lambda x: not x[0].startswith(own), made_by))  # those that jdp called
         made_by = [x for x in made_by if not x[0].startswith(jax_folder)]
         if made_by and made_by[0][0].startswith(linen) or any(name == "__call__" for _, name in made_by):
             return True  # Linen itself makes the `jit` of nn.jit(Model)

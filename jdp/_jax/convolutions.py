@@ -44,8 +44,8 @@ def _rule(eqn: Any) -> Callable[..., Any] | None:
 def _primitive() -> Any:
     """Returns a primitive that replaces JAX's own, with the same parameters; it changes the layout when it is compiled.
 
-    If the layout were changed earlier, JAX would derive convolutions in other layouts from it. So the rules to
-    transpose and to batch it are those of JAX's own primitive, whose results are rewritten in turn.
+    If the layout were changed earlier, JAX would derive convolutions in other layouts from the new one. So the rules to
+    transpose and to batch it run JAX's own rules, and rewrite the convolutions in their results.
     """
     from jax.interpreters import ad, batching, mlir
 
@@ -101,6 +101,7 @@ def _run_rewritten(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _fast_convolution(x: Any, kernel: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    """Convolves in the layout (batch, space, features); the result has the layout that was asked for."""
     lhs, rhs, out = dimension_numbers
     n = len(lhs)
     space = tuple(range(1, n - 1))

@@ -32,7 +32,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def first(jaxpr: Any, primitive: str) -> Any:
-    """Returns the first equation with the primitive of this name, nested ones too; None if there is no such one."""
+    """Returns the first equation with the primitive of this name, nested ones too; None if there is none."""
     return next((eqn for eqn in equations(jaxpr) if eqn.primitive.name == primitive), None)
 
 
@@ -52,7 +52,7 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def filled_with(jaxpr: Any) -> list[Any] | None:
-    """Returns the number that each result is filled with, if all are so, as those of `jnp.zeros`; else None."""
+    """Returns the number that fills each result, as 0 fills `jnp.zeros`; None if some result has no such number."""
     fills = [eqn for eqn in opened(jaxpr).eqns if eqn.primitive.name == "broadcast_in_dim"]
     numbers = {id(eqn.outvars[0]): eqn.invars[0].val for eqn in fills if is_literal(eqn.invars[0])}
     outs = opened(jaxpr).outvars
@@ -93,16 +93,13 @@ def parts_of_scan(eqn: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]
 # Calls that may be replaced by their bodies.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
-
 # Collectives whose result is the same on every replica.
 REDUCERS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-
-
 COLLECTIVES = {*REDUCERS, "ppermute", "all_to_all", "reduce_scatter", "axis_index"}
 
 
 def axes(eqn: Any) -> tuple[Any, ...]:
-    """Returns the axes of a collective, or of an `axis_index`; () for any other equation."""
+    """Returns the axes that an equation is over: names for collectives and `axis_index`, numbers for reductions."""
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     if names is None:
         if eqn.primitive.name in COLLECTIVES:  # one that is overlooked would run where it must not
@@ -336,8 +333,8 @@ def is_exchanged(value: ReplicaValue) -> bool:
 def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
     """Returns the variables that output `new` adds to input `old` of a closed jaxpr without calls.
 
-    A maximum with other variables counts as such a sum. So does a choice between the input and something else; for it,
-    the variable that decides is returned. None if the output is anything else, such as an average with a momentum.
+    A maximum with other variables counts as such a sum. So does a choice between the input and something else, of which
+    only the variable that decides is returned. Returns None if the output is anything else, such as a moving average.
     """
     jaxpr = opened(jaxpr)
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -360,11 +357,7 @@ def added(jaxpr: Any, old: int, new: int) -> list[Any] | None:
 
 
 _CASTS = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
-
-
 _ADDS = {"add", "add_any", "max", "min", "or", "and", "xor"}
-
-
 _ADDS_TO_FIRST = {"sub", "scatter-add", "scatter", "scatter-max", "scatter-min", "dynamic_update_slice"}
 
 
@@ -425,6 +418,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
 
 
 def _end_of(end: tuple[int, tuple[int, ...] | None] | None, axes_of: Sequence[tuple[int, ...]]) -> int | None:
-    if end is None or end[1] is None:
-        return end and MAYBE
-    return end[0] if end[1] == axes_of[end[0]] else None
+    if end is None:
+        return None
+    index, order = end
+    return MAYBE if order is None else index if order == axes_of[index] else None

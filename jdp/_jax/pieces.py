@@ -168,11 +168,11 @@ def _gathered_within(eqn: Any, views: dict[Any, _View], sharded: dict[Any, Shard
     consts, carry, xs = parts_of_scan(eqn, eqn.invars)
     others = [v for v in (*consts, *carry) if not is_literal(v)]
     mine = [v for v in xs if not is_literal(v) and v in views and v not in others]
-    return [v for v in mine if views[v].order().index(sharded[views[v].source].axis)]
+    return [v for v in mine if views[v].order().index(sharded[views[v].source].axis) != 0]
 
 
 _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
-_SEEN = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
+_KEEP_SIZE = {*_VIEWS, "reshape", "broadcast_in_dim", "squeeze", "slice", "copy", "rev"}
 
 
 # Elementwise operations, and reductions. To compute their results again, where they are read, is less work than to keep
@@ -199,7 +199,7 @@ def _keeps(piece: _Piece) -> Callable[..., bool]:
     cheap = () if any(eqn.effects for eqn in piece.eqns) else _CHEAP
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
-        is_view = primitive.name in _SEEN and avals[0].size in sizes
+        is_view = primitive.name in _KEEP_SIZE and avals[0].size in sizes
         # A batched product, such as the scores of attention, is large, and quickly computed again.
         is_batched = primitive.name == "dot_general" and bool(params["dimension_numbers"][1][0])
         of_rows = is_batched and not any(x.size in sizes for x in avals)
@@ -224,7 +224,7 @@ def _run_piece(
         wanted = {view.narrow for view in piece.gathered.values() if view.source is source}
         dtype = wanted.pop() if len(wanted) == 1 else source.aval.dtype
         env[source] = mine[source].gather(mine[source].value, mine[source].axis, dtype)
-    env |= {v: _seen(env[view.source], view) for v, view in piece.gathered.items()}
+    env |= {v: _view_of(env[view.source], view) for v, view in piece.gathered.items()}
     if piece.within:
         (eqn,) = piece.eqns
         run = _loop if eqn.primitive.name == "scan" else _checkpoint
@@ -236,14 +236,14 @@ def _run_piece(
     return [env[v] for v in outs]
 
 
-def _seen(x: Any, view: _View) -> Any:
+def _view_of(x: Any, view: _View) -> Any:
     for eqn in view.eqns:
         (x,) = bind(eqn, [x])
     return x
 
 
 def _turned(sharded: dict[Any, ShardedOperand], view: _View) -> ShardedOperand:
-    """Returns a view of a sharded operand as a sharded operand."""
+    """Returns a view as a sharded operand: its shard is transposed at once, and its casts follow the gathering."""
     value, axis, gather = sharded[view.source]
     order, dtypes = view.order(), [eqn.outvars[0].aval.dtype for eqn in view.eqns]
     is_cast = any(dtype != view.source.aval.dtype for dtype in dtypes)

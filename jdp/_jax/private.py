@@ -118,7 +118,7 @@ JOB_OF_ONE = types.SimpleNamespace(client=None, process_id=0, num_processes=1, c
 
 
 def job() -> Any:
-    """Returns what JAX knows of a job of several processes, as `JOB_OF_ONE` has it. Without it jdp runs in one only.
+    """Returns what JAX knows of a job, in the form of `JOB_OF_ONE`. Without it jdp runs in one process only.
 
     Tried: `jax.process_index()` and `jax.process_count()` start the backend, which waits for that of every other
     process. For the keys and values of the coordination service there is nothing public;
@@ -229,7 +229,7 @@ def keep_programs(programs: Any, folder: str) -> bool:
 
     Returns False if this version of JAX does not allow that: then each start compiles its programs again.
 
-    Tried: JAX's own cache, by its options. It writes into the final file, so a process that is killed while it writes
+    Tried: JAX's own cache, by its options. It writes into the final file. A process that is killed while it writes
     leaves a damaged file, which JAX reads, with a warning, at every later start. Its files have no checksum: of 30
     flipped bits (with the package zstandard), four ended the process and one gave other numbers. Only process 0 writes.
     On CPU each process has its own keys, so all others compile everything at every start.
@@ -278,10 +278,10 @@ def _running(module: str, name: str) -> list[types.FrameType]:
 
 
 def starts_backends() -> bool:
-    """Returns True if a thread starts JAX's backends now, which takes until all processes do so.
+    """Returns True if a thread starts JAX's backends now, which ends only when all processes have started theirs.
 
-    Without the name it is False. Then a process that waits for the devices of another, which has ended, is told so
-    after `shutdown_timeout` only.
+    Without the name it is False. Then a process that waits for the devices of another one that has ended learns of it
+    only after `shutdown_timeout`.
 
     Tried: nothing public tells; `jax.devices()` starts them itself.
     """
@@ -291,8 +291,8 @@ def starts_backends() -> bool:
 def asked_for_devices() -> bool:
     """Returns True if JAX's backends have started, or if a thread starts them now.
 
-    Without the name it is True. Then no process is named that does not ask for devices, and the others end after JAX's
-    own two minutes.
+    Without the name it is True. Then a process that does not ask for devices is not named in the errors of the others,
+    which end after JAX's own two minutes.
 
     Tried: `xla_bridge.backends_are_initialized` waits until they are.
     """
@@ -304,18 +304,18 @@ def asked_for_devices() -> bool:
 def arrays_on_its_mesh() -> Iterator[None]:
     """Lets this thread trace the body of a replica that indexes arrays of another mesh, as if they were on its own.
 
-    JAX casts such an array, which a function closes over, so by itself, but `x[i]` looks at its type before (JAX 0.12
-    does not). Without the name `x[i]` of such an array is an error of JAX 0.10.
+    If a function closes over such an array, JAX itself casts it to the replica's mesh. But in JAX 0.10 `x[i]` looks at
+    the type of `x` before that; without the name, it is an error there.
 
     Tried: a trace under no mesh, and under one of Auto axes. JAX does not combine the array with those of the replica.
     """
-    types, kind = _found("jax._src.core", "pytype_aval_mappings"), _found("jax._src.array", "ArrayImpl")
-    if not types or kind not in types:
+    type_of, kind = _found("jax._src.core", "pytype_aval_mappings"), _found("jax._src.array", "ArrayImpl")
+    if not type_of or kind not in type_of:
         yield
         return
     with _lock_of_types:
         if not _tracing:
-            types[kind] = functools.partial(_type_of, types[kind])
+            type_of[kind] = functools.partial(_type_of, type_of[kind])
         _tracing.append(threading.get_ident())
     try:
         yield
@@ -323,7 +323,7 @@ def arrays_on_its_mesh() -> Iterator[None]:
         with _lock_of_types:
             _tracing.remove(threading.get_ident())
             if not _tracing:
-                types[kind] = types[kind].args[0]
+                type_of[kind] = type_of[kind].args[0]
 
 
 _tracing: list[int] = []  # the threads in `arrays_on_its_mesh`, once for each time

@@ -134,7 +134,6 @@ def with_pairs_cut(
 
     follow(jaxpr, [{} if has_rows else None for has_rows in have_rows])
     whole |= lists if products else set()
-
     return rewrite(jaxpr, functools.partial(_rule_to_cut, whole, products, constrained))
 
 

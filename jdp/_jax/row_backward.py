@@ -78,7 +78,7 @@ def _cotangent(output: RowValue) -> RowValue:
 
 
 def _is_mixed(cotangent: RowValue) -> bool:
-    """Returns True if a gradient combines rows other than by a sum."""
+    """Returns True if a result of a backward pass combines rows other than by a sum."""
     if cotangent.kind == Kind.ROWS:
         return cotangent.role is not None or cotangent.lasting is not None
     return cotangent.kind == Kind.SUMMED and cotangent.fault is not None

@@ -1,4 +1,4 @@
-"""Reads branches and loops; finds which of the values that a loop over the rows carries end as sums over the rows.
+"""Reads branches and loops; tells which numbers that a loop over the rows carries are sums over the rows at its end.
 
 Such a loop carries numbers from row to row. `total + f(row)` becomes a sum over the rows, as `jnp.sum` computes it;
 `jnp.maximum(largest, f(row))` and `0.9 * average + f(row)` do not. `sums_at_end` goes through the body, and finds for
@@ -44,8 +44,8 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     reader.loops -= by_rows
     if by_rows:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
-        of_sum = lambda y: pairs if _meets_others(y, consts, xs) else UNKNOWN  # noqa: E731
-        ys = [of_sum(y) if y.kind == Kind.SUMMED else y._replace(place=place) for y in ys]
+        numbers = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
+        ys = [x if y.kind == Kind.SUMMED else y._replace(place=place) for x, y in zip(numbers, ys, strict=True)]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
         after = _at_end(reader, body, consts, after, xs)
@@ -55,8 +55,8 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
 def _meets_others(made: RowValue, consts: Sequence[RowValue], xs: Sequence[RowValue]) -> bool:
     """Returns True if a round combines its own row with other rows; `made` is a number that it makes of all rows.
 
-    Two cases are accepted. A round that gets the number of its row, and not the row itself, may pick that row out of
-    all rows. A round that only adds up rows may do so under a mask.
+    Two cases are accepted: a round that gets the number of its row, and not the row itself, may pick that row out of
+    all rows; and a round may add up rows, as it does under a mask.
     """
     gets_its_row = any(x.kind == Kind.ROWS for x in xs) and not any(x.kind == Kind.SUMMED for x in consts)
     return made.lasting is not None or gets_its_row and (made.fault is not None or made.degree == 0)
@@ -65,15 +65,15 @@ def _meets_others(made: RowValue, consts: Sequence[RowValue], xs: Sequence[RowVa
 def _rounds(
     reader: Any, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue], by_rows: bool
 ) -> tuple[list[RowValue], list[RowValue]]:
-    """Returns the carry of a loop and the other outputs; `by_rows`: the number of rounds depends on the rows."""
+    """Returns a loop's carry and other outputs; `by_rows` says that the number of rounds depends on the rows."""
     mixed = len(reader.mixed)
-    while True:  # until what is known of the carry stays the same; each time it is less
+    while True:  # until what is known of the carry stays the same; each pass knows less
         del reader.mixed[mixed:]  # found by an earlier pass, which still took the carry for a constant
         outputs = reader.read(body, [*consts, *carry, *xs])
         after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
         if by_rows:
-            after = [a if is_as(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
-        if all(map(is_as, after, carry)):
+            after = [a if _agree(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
+        if all(map(_agree, after, carry)):
             return after, outputs[len(carry) :]
         carry = after
 
@@ -122,7 +122,7 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     found, _ = _rounds(reader, body, consts, carry, [], False)
     (goes_on,) = reader.read(cond_jaxpr, [*cond, *found])
     grows = [v.kind == Kind.CONST and v.degree != 0 for v in [*cond, *carry]]
-    by_rows = reader.rows.stands_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
+    by_rows = reader.rows.is_read_in(cond_jaxpr) or reached(cond_jaxpr, grows)[0]
     if not (goes_on.kind > Kind.SHARED or any(grows) or by_rows):
         return found
     after, _ = _rounds(reader, body, consts, carry, [], True)
@@ -135,16 +135,16 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
 
 
 def _is_tolerance(cond_jaxpr: Any, values: Sequence[RowValue]) -> bool:
-    """Returns True if rows end a loop other than by an integer, such as the length of the longest."""
+    """Returns True if values of rows end a loop, other than integers such as the length of the longest row."""
     are_integers = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in opened(cond_jaxpr).invars]
     pairs = zip(values, are_integers, strict=True)
     return bool(reached(cond_jaxpr, [v.kind > Kind.SHARED and not is_integer for v, is_integer in pairs])[0])
 
 
 def _stop_by_row(body: Any) -> list[bool]:
-    """Returns for each output of a body whether each row of it has its own end.
+    """Returns for each output of a loop's body whether its rows stop one by one, each at its own tolerance.
 
-    It has if the output is a choice, as under `jax.vmap`, or depends on a carry of booleans, such as `done`.
+    They do if the output is a choice, as under `jax.vmap`, or depends on a carry of booleans, such as `done`.
     """
     by_flags = reached(body, [v.aval.dtype == bool and v.aval.ndim > 0 for v in opened(body).invars])
     body = opened(body)
@@ -153,7 +153,7 @@ def _stop_by_row(body: Any) -> list[bool]:
     return [chosen or by_flag for chosen, by_flag in zip(are_chosen, by_flags, strict=True)]
 
 
-def is_as(a: RowValue, b: RowValue) -> bool:
+def _agree(a: RowValue, b: RowValue) -> bool:
     known = [
         (v.kind, v.degree, v.number, v.place, v.fault and v.fault.lasts, v.role, v.pending is None) for v in (a, b)
     ]
@@ -166,13 +166,12 @@ def sums_at_end(
     """Returns for each part of the carry of a loop over the rows whether it is a sum over the rounds at the end.
 
     1.0 stands for a sum, nan for anything else, and None for what cannot be followed: an array with an axis of the
-    rows, for example, may hold all of them. Parts made of rows are looked at first, and then those that count the
-    rounds.
+    rows, for example, may hold all of them. The body is read twice: for the parts that may be sums of rows, and for
+    those that may count the rounds.
     """
-    invars, inputs = opened(body).invars[len(consts) :], [*consts, *carry, *xs]
-    of_rows = [v.kind in (Kind.SUMMED, Kind.ROWS) for v in inputs]
-    places: list[Parts] = [{ROW: None} if of_row else {PLACE: None} for of_row in of_rows]
-    places[: len(consts)] = [{} if v.kind <= Kind.SHARED else p for v, p in zip(consts, places, strict=False)]
+    invars, of_rows = opened(body).invars[len(consts) :], (Kind.SUMMED, Kind.ROWS)
+    made_of: list[Parts] = [{ROW: None} if v.kind in of_rows else {PLACE: None} for v in (*consts, *carry, *xs)]
+    made_of[: len(consts)] = [{} if v.kind <= Kind.SHARED else p for v, p in zip(consts, made_of, strict=False)]
     sums = [
         v.kind > Kind.SHARED and jnp.issubdtype(w.aval.dtype, jnp.inexact) and not axes(w)
         for v, w in zip(carry, invars, strict=False)
@@ -180,9 +179,9 @@ def sums_at_end(
     counts = [v.kind == Kind.CONST and v.degree is None for v in carry]
     found: list[float | None] = [None] * len(carry)
     for chosen in (sums, counts):
-        parts = [*places]
+        parts = [*made_of]
         parts[len(consts) : len(consts) + len(carry)] = [
-            {i: 1.0} if is_chosen else places[len(consts) + i] for i, is_chosen in enumerate(chosen)
+            {i: 1.0} if is_chosen else made_of[len(consts) + i] for i, is_chosen in enumerate(chosen)
         ]
         factors = _verdicts(_parts_made(body, parts), len(carry))
         found = [x if is_chosen else y for x, y, is_chosen in zip(factors, found, chosen, strict=True)]
@@ -194,7 +193,7 @@ def _verdicts(found: Sequence[Parts], count: int) -> list[float | None]:
 
     def own(i: int) -> float | None:
         if [*found[i]] == [ROW]:
-            return math.nan  # it is made of the last round's row alone
+            return math.nan  # at the end it is made of the last row alone
         factor = found[i].get(i)
         return factor if factor in (None, 1.0) else None if factor == 0 else math.nan
 
@@ -292,8 +291,8 @@ def _multiplied(eqn: Any, name: str, a: Parts, b: Parts) -> Parts:
                 return _mixed([other], None)
             by = float(v.val) if name == "mul" else 1 / float(v.val or math.nan)
             return _scaled(other, by)
-    # By the number of the round, as in a running mean (not followed). Or by a row, a carried number or a constant that
-    # is not known: there is no known factor.
+    # A running mean multiplies by the number of the round, which is not followed (None). A row, a carried number or an
+    # unknown constant is not one factor for all rounds (nan).
     by_place = any(PLACE in parts and ROW not in parts for parts in ((b,) if name == "div" else (a, b)))
     return _mixed([a, b], None if by_place else math.nan)
 
@@ -301,9 +300,9 @@ def _multiplied(eqn: Any, name: str, a: Parts, b: Parts) -> Parts:
 def looks_back(body: Any, values: Sequence[RowValue], carry: range, axes: Axes) -> list[bool]:
     """Returns for each output of a scan over the rows, except its carry, whether it depends on earlier rows.
 
-    It does if rows reach it by way of the carry: a recurrent network's state, a discounted sum of rewards. A carried
-    array with an axis of the rows does not count, because each round may take its own row from it; nor do integers,
-    which are positions.
+    It does if rows reach it through the carry: a recurrent network's state, a discounted sum of rewards. A carried
+    array with an axis of the rows does not count, because each round may take its own row from it. Integers do not
+    count, because they are positions.
     """
 
     def made_of(inputs: Sequence[bool]) -> list[bool]:

@@ -11,7 +11,7 @@ two sums. So this is refused, unless it is exactly right, or may be the model's:
   otherwise they are a loss, as that of a policy gradient whose advantages are normalized;
 * what stands in the call of a module is the model's, and so is a step of a gradient.
 
-`RowValue.role` tells what rows have become by it, and `RowValue.pending` is the fault if something else follows.
+`RowValue.role` tells what the rows are after that, and `RowValue.pending` is the fault if something else follows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Met = tuple[Role | None, Fault | None]
 def meets_one_row(eqn: Any, values: Sequence[RowValue], rows: Sequence[int]) -> Fault | None:
     """Returns the fault of rows combined with one particular row, as in `relu(v - v[0])`: each device has another one.
 
-    `rows` are the axes of the rows. The particular row may be concatenated with the others along these axes, as by
-    `jnp.roll`, and it may replace some of them, as under a mask.
+    `rows` are the axes of the rows. Two uses of the particular row have no fault: to concatenate it with the others
+    along these axes, as `jnp.roll` does, and to replace some of them by it, as under a mask.
     """
     name = eqn.primitive.name
     if name in primitives.PLACES or name == "concatenate" and parameter(eqn, "dimension") in rows:
@@ -77,7 +77,7 @@ def of_numbers(eqn: Any, values: Sequence[RowValue]) -> Role | None:
     """Returns the role of a number that is made of numbers of all rows.
 
     A root is a deviation, which rows may be divided by. So is a deviation that is scaled or limited, or that an epsilon
-    is added to. What is made of a gradient is a step, and the norm of a gradient is none.
+    is added to. What is made of a gradient counts as a gradient, too, but the norm of one does not.
     """
     name = eqn.primitive.name
     made_of = values[:-1] if name == "select_n" else values  # not of what decides
@@ -87,8 +87,8 @@ def of_numbers(eqn: Any, values: Sequence[RowValue]) -> Role | None:
         is_norm = eqn.outvars[0].aval.size == 1 and any(v.aval.size != 1 for v in eqn.invars)
         return None if is_norm else "gradient"
     if name in primitives.ROOTS:
-        turns = name == "rsqrt" or name == "pow" and getattr(eqn.invars[1], "val", 0) < 0
-        return "inverse" if turns != (role == "inverse") else "deviation"
+        inverts = name == "rsqrt" or name == "pow" and getattr(eqn.invars[1], "val", 0) < 0
+        return "inverse" if inverts != (role == "inverse") else "deviation"
     if name == "div" and values[0] is not numbers[0] or name == "integer_pow" and parameter(eqn, "y") < 0:
         return _INVERSE.get(role) if len(numbers) == 1 else None
     keeps = name in _KEEP_DEVIATION or name == "div" and len(numbers) == 1
@@ -106,7 +106,7 @@ _KEEP_NUMBER = frozenset(
 
 
 def of_rows(values: Sequence[RowValue], linear: bool, around: Sequence[Any]) -> Met:
-    """Returns what rows become that an equation makes of these values.
+    """Returns the role and the pending fault of rows that an equation makes of these values.
 
     `linear` tells whether the result is linear in the values. `around` has the equations that the equation is in, the
     outermost first, and then the equation.
@@ -116,8 +116,8 @@ def of_rows(values: Sequence[RowValue], linear: bool, around: Sequence[Any]) -> 
     numbers = [v for v in values if v.kind == Kind.SUMMED and v.role != "gradient" and not is_picked(v)]
     are_free = all(v.pending is None for v in values)
     if not numbers and are_free or is_made_in_module(around):
-        is_scaled = linear and are_free and name not in primitives.LAYERS
-        return "normed" if is_scaled and _are_normed(values) else "met", None
+        stay_normed = linear and are_free and name not in primitives.LAYERS and _are_normed(values)
+        return "normed" if stay_normed else "met", None
     role, pending = _without_numbers(eqn, [CONST if v.kind == Kind.SUMMED else v for v in values], linear, at)
     if not numbers or role is None:
         return role, pending
@@ -141,7 +141,7 @@ def _are_normed(values: Sequence[RowValue]) -> bool:
 
 
 def _with_summand(name: str, met: Met, number: RowValue, is_subtracted: bool, at: tuple[Any, ...]) -> Met:
-    """Returns what rows become that a number is added to, or put next to.
+    """Returns what `of_rows` does, if a number is added to rows or put next to them; `met` is what they were before.
 
     A mean centres rows. So does the mean of the rows that a mask keeps, but then the mean of these rows is a ratio.
     """
@@ -168,7 +168,7 @@ def _are_of_one(a: Fault | None, b: Fault | None) -> bool:
 
 
 def _without_numbers(eqn: Any, values: Sequence[RowValue], linear: bool, at: tuple[Any, ...]) -> Met:
-    """Returns what rows become that have met numbers before, and now meet constants and rows."""
+    """Returns what `of_rows` does, if rows that have met numbers before now meet only constants and rows."""
     name = eqn.primitive.name.replace("-", "_")
     met = furthest(values)
     if met is None or met.pending is None:
@@ -195,7 +195,7 @@ def _without_numbers(eqn: Any, values: Sequence[RowValue], linear: bool, at: tup
 
 
 def _layered(name: str, others: Sequence[RowValue], linear: bool, lasts: bool, pending: Fault) -> Met:
-    """Returns what becomes of rows in a layer, or after it: a nonlinear function of them is the model's.
+    """Returns what `of_rows` does, if rows are in a layer or after it: a nonlinear function of them is the model's.
 
     So is `h + f(h)`, and `h * f(h)`. If rows that met no number multiply them, a nonlinear function has to follow: the
     advantages of a policy gradient are normalized, and may be discounted by a matrix before they weight the rows.
@@ -219,7 +219,7 @@ def _is_left_out(case: RowValue, role: Role | None) -> bool:
 
 
 def _stay_scaled(name: str, values: Sequence[RowValue], others: Sequence[RowValue], linear: bool, is_one: bool) -> bool:
-    """Returns True if the number that multiplies exponentials of shifted rows multiplies the result, too."""
+    """Returns True if the number that multiplies the exponentials of shifted rows also multiplies the result."""
     if name in _PUTS:
         return linear and is_one and all(v.number is not None and v.number <= _SMALL for v in others)
     if name in primitives.PRODUCTS:
@@ -228,7 +228,7 @@ def _stay_scaled(name: str, values: Sequence[RowValue], others: Sequence[RowValu
 
 
 def _shifted(eqn: Any, name: str, values: Sequence[RowValue], pending: Fault, at: tuple[Any, ...]) -> Met | None:
-    """Returns what becomes of rows that one number was added to, as long as it is one number for all of them."""
+    """Returns what `of_rows` does, if one number was added to all rows; None if it is one number no longer."""
     is_first = values[0].pending is not None
     if name == "exp":
         return "scaled", pending
@@ -248,7 +248,7 @@ _KEEP_SHIFT = (primitives.LINEAR | primitives.PICKS) - _NO_MOVES
 def _centred(
     name: str, values: Sequence[RowValue], others: Sequence[RowValue], linear: bool, role: Role | None, pending: Fault
 ) -> Met:
-    """Returns what becomes of rows that means were added to. The mean of their squares is a variance."""
+    """Returns what `of_rows` does, if means were added to rows. The mean of the squares of these is a variance."""
     by_rows = name in primitives.PRODUCTS and not any(v.kind <= Kind.SHARED or v.drawn for v in others)
     divides = name == "div" and values[1].pending is not None
     if linear and not by_rows and not divides:

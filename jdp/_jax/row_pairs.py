@@ -1,10 +1,14 @@
 """The rules for rows that are combined with rows at other positions (`v - jnp.roll(v, 1)`), and for pairs of all rows.
 
-`RowValue.place` says which row the entry at position i is made of: row i (0), row i + k (the number k), the row at
-position i from the end (TURNED; with these shifted by k, the pair of TURNED and k), a row in an order that is computed
-from the positions (ORDERED), or the row that a round of a loop takes (ROUND); None if that is lost. After
-`x.reshape(2, -1)` the halves of the rows are side by side (BLOCKS). If two values with different places are combined,
+`RowValue.place` says which row the entry at position i is made of. If two values with different places are combined,
 rows are combined with other rows. An array of positions, such as `arange(b)`, has the place 0, TURNED or ORDERED.
+
+    0, k           row i, row i + k
+    TURNED         row i from the end; (TURNED, k) if it is shifted by k
+    ORDERED        a row in an order that is computed from the positions
+    ROUND          the row that a round of a loop takes; "round turned", for example, if the loop begins at the end
+    BLOCKS         the halves of the rows are side by side, as after `x.reshape(2, -1)`; "blocks from 1": one of them
+    SEVERAL, None  rows at several places; not known
 
 A matrix may have an entry for each pair of rows. If each entry is made of its two rows and of nothing else, the
 diagonal has an entry for each row, made of that row alone, as in `jnp.diag(x @ z.T)`. `jnp.diagonal` is recognised by
@@ -48,14 +52,14 @@ def _kept(name: str, values: Sequence[RowValue]) -> RowValue | None:
     if name in _KEEP and values[0].entries == "diagonal":
         return values[0]
     if name == "mul" and "diagonal" in (values[0].entries, values[1].entries):
-        return values[values[0].entries == "diagonal"]
+        return values[1] if values[0].entries == "diagonal" else values[0]
     if name == "select_n" and values[0].entries == "diagonal" and values[1].number == 0:
         return values[2]
     return None
 
 
 def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> Entries | None:
-    """Returns what the entries are of a result with two axes of the rows that no mask has made (see `_kept`)."""
+    """Returns what the entries are of a result with two axes of the rows, if `_kept` returns None for it."""
     places: set[Entries] = {v.entries for v in values if v.entries == "row" or v.entries == "column"}
     if name == "iota":
         first, second = rows.axes(eqn.outvars[0])
@@ -75,10 +79,10 @@ SEVERAL, TURNED, ORDERED, BLOCKS = "several", "turned", "ordered", "blocks"
 
 
 def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int], out: Any) -> Any:
-    """Returns the `RowValue.place` of a result; `along` are its axes of the rows.
+    """Returns the `RowValue.place` of a result; `along` are the result's axes of the rows.
 
-    `around` has the equations that its equation is in, the outermost first, and then the equation. A module of a model
-    may move rows as it likes.
+    `around` has the equations that its equation is in, the outermost first, and then the equation. If a module of a
+    model moves rows, they count as unmoved.
     """
     eqn, places = around[-1], _places(values)
     before = SEVERAL if len(places) > 1 else next(iter(places), 0)
@@ -120,10 +124,10 @@ def place_in_turn(order: list[int]) -> Any:
 
 
 def constant_of(rows: RowCount, v: Any, x: Any) -> RowValue:
-    """Returns what is known of a constant; an array with other numbers for each row was made of positions.
+    """Returns what is known of a constant; an array with different numbers for the rows was made of positions.
 
-    Only two traces side by side show that: an axis of it follows the number of rows. If each position is there once, as
-    in `np.arange(b)`, the array has an order.
+    Only two traces side by side show that an axis of it follows the number of rows. If it has each position once, as
+    `np.arange(b)` does, it has a place.
     """
     along = rows.axes(v)
     if not along or isinstance(x, jax.Array):
@@ -159,7 +163,7 @@ def _is_alike(x: Any, axis: int, rows: int) -> bool:
 
 
 def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
-    """Returns the order of the indices that pick rows, as `order_of_places` does; 0 if they are no positions.
+    """Returns the order of the indices that pick rows (see `order_of_places`); 0 if they are not positions.
 
     An axis with several entries for each row is left out: `x[2 * arange(b)]` may be the first entry of each row.
     """
@@ -185,7 +189,7 @@ def _places(values: Sequence[RowValue]) -> set[Any]:
 
 
 def _moved(rows: RowCount, eqn: Any, values: Sequence[RowValue], along: Sequence[int], place: Any, out: Any) -> Any:
-    """Returns the place of an equation's result; `place` is that of its operands."""
+    """Returns the place of an equation's result; `place` is that of its operands, `by` how far this one shifts it."""
     name, by = eqn.primitive.name, 0
     order = order_of_picks(rows, eqn, values)
     if order:
@@ -256,7 +260,7 @@ def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
 def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bool:
     """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum.
 
-    An index of another row does so, too, unless it says which row is meant: then rows are only moved.
+    So does a gather or a scatter whose indices come from other rows, unless it indexes the rows: then it moves them.
     """
     eqn, places = reader.around[-1], _places(values)
     name = eqn.primitive.name
@@ -273,7 +277,7 @@ def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bo
 def moved(
     rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
 ) -> RowValue:
-    """Returns what is known of a result, `made`, whose entries may have come to other rows."""
+    """Returns a result, `made`, with a fault if its equation may have moved entries to other rows, and with a share."""
     is_lost = _loses_rows(rows, eqn, name, values, made) or name == "reshape" and _misaligns(rows, eqn, values[0])
     if _indexes_rows(rows, eqn, name, values) or is_lost and not is_made_in_module(around):
         lasting = next(filter(None, (v.lasting for v in values)), None)
@@ -296,7 +300,7 @@ def _indexes_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue
 
 
 def _indexed(eqn: Any) -> Sequence[int]:
-    """Returns the axes of an array that the indices of a gather or a scatter are for."""
+    """Returns the axes of the array that a gather or a scatter indexes."""
     numbers: Any = parameter(eqn, "dimension_numbers")
     is_gather = eqn.primitive.name == "gather"
     return numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims  # type: ignore[no-any-return]
@@ -327,21 +331,21 @@ def is_matrix_of_places(rows: RowCount, operands: Sequence[Any], values: Sequenc
 def _loses_rows(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue) -> bool:
     """Returns True if constants take the places of rows at an end, as in `jnp.diff(v, prepend=0)`.
 
-    A result has an entry for each row again, but the entries are those of other positions. After `jnp.roll` all of the
-    rows are there.
+    The result has an entry for each row again, but these are made of rows at other positions, and some rows are lost.
+    `jnp.roll` loses none.
     """
     is_shifted = isinstance(made.place, tuple) or made.place not in (0, None) and hasattr(made.place, "__index__")
-    if made.kind != Kind.ROWS or not is_shifted or rows.parts(eqn.outvars[0]):
+    if made.kind != Kind.ROWS or not is_shifted or rows.partial_axes(eqn.outvars[0]):
         return False
     if name in ("concatenate", "pad"):
-        return any(v.kind == Kind.CONST for v in values) and any(map(rows.parts, eqn.invars))
-    return name in ("slice", "gather", "dynamic_slice") and bool(rows.parts(eqn.invars[0]))
+        return any(v.kind == Kind.CONST for v in values) and any(map(rows.partial_axes, eqn.invars))
+    return name in ("slice", "gather", "dynamic_slice") and bool(rows.partial_axes(eqn.invars[0]))
 
 
 def _with_share(
     rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], made: RowValue, around: Sequence[Any]
 ) -> RowValue:
-    """Returns a result with its `RowValue.share`: a replica has another half of the rows than all replicas together.
+    """Returns a result with its `RowValue.share`: the first half of a replica's rows is not the first half of all rows.
 
     Shares that are added up make a sum over all rows, if the same was done to each. A mean over one is a fault.
     """
@@ -378,7 +382,7 @@ def _is_share(rows: RowCount, value: RowValue) -> bool:
 
 
 def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns operand i of a sort after the sort: along the rows, each entry's place depends on all rows."""
+    """Returns what is known of operand i after a sort: along the rows, each entry's place depends on all rows."""
     if value.drawn:
         return UNKNOWN  # a random order, which picks equally many entries of each row
     value = value._replace(given=False)

@@ -18,8 +18,8 @@ from .row_values import UNKNOWN, Fault, Kind, RowCount, RowValue
 Picked = frozenset[int]
 """The numbers of the rows that a value is made of, each picked by its number; empty where they are not known."""
 STACKED, NUMBER = -1, -2
-"""Two marks among these numbers: the value has an axis that keeps picked rows apart; it depends on a number of all
-rows."""
+"""Two marks among these numbers. STACKED: the value has an axis that keeps picked rows apart. NUMBER: it depends on a
+number made of all rows."""
 
 
 def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
@@ -40,8 +40,7 @@ def picked_row(eqn: Any, out: Any, rows: RowCount, before: RowValue) -> Picked:
         return frozenset()
     each = eqn.invars[0].aval.shape[axis] // rows.size
     row = start if before.joined else start // max(each, 1)
-    row = rows.size - 1 - row if before.place == TURNED else row
-    shift = 0 if before.place == TURNED else before.place
+    row, shift = (rows.size - 1 - row, 0) if before.place == TURNED else (row, before.place)
     return frozenset([(row + shift) % rows.size] if end == start + 1 and isinstance(shift, int) else [])
 
 
@@ -76,14 +75,14 @@ def of_picked(
     """
     name, picked = eqn.primitive.name, [v.picked for v in values if v.kind == Kind.UNKNOWN]
     rows, of_rows = count.axes(eqn.outvars[0]), any(v.kind == Kind.ROWS for v in values)
-    lost = next(filter(None, (v.lasting for v in values)), None)
+    fault = next(filter(None, (v.lasting for v in values)), None)
     if None in picked:
         return UNKNOWN
     order = [row for one in picked for row in one or () if len(one or ()) == 1]
     if name == "stack" and len(picked) == len(order) and sorted(order) == [*range(count.size)]:
         return RowValue(Kind.ROWS, place=place_in_turn(order))
-    if lost is not None:
-        return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=lost)
+    if fault is not None:
+        return RowValue(Kind.ROWS if rows else Kind.SUMMED, None, fault=fault)
     if name == "concatenate" and rows and of_rows:  # as jnp.roll writes it
         return RowValue(Kind.ROWS, place=next(iter(picked[0] or ()), 0) if values[0].kind == Kind.UNKNOWN else 0)
     is_alone = all(one and STACKED not in one for one in picked)

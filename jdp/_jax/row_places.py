@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .jaxprs import CALLS, axes, bind, inside, is_literal, opened, read
-from .row_primitives import ELEMENTWISE
+from .row_primitives import CUMULATIVE, ELEMENTWISE
 
 _MIXED = "rows may meet, or change their places"
 
 
 def keeps_places(one: Any, other: Any, rows: tuple[int, int]) -> bool:
-    """Returns True if a function keeps each row at its place; `one` and `other` are its traces for `rows` rows each."""
+    """Returns True if a function keeps each row at its place; `one` and `other` are its traces for `rows[0]`, `[1]`."""
     try:
         if one.effects or other.effects:
             return False  # the extra rows would print, or call back, too
@@ -43,12 +43,12 @@ class _Eqn(NamedTuple):
 
     @property
     def k(self) -> int:
-        """The axis of the first operand with rows."""
+        """The axis of the rows in the first operand that has rows."""
         return next(axis for axis in self.ins if axis is not None)
 
     @property
     def j(self) -> int:
-        """The axis of the first result."""
+        """The axis of the rows in the first result."""
         if self.outs[0] is None:
             raise ValueError(_MIXED)
         return self.outs[0]
@@ -139,7 +139,7 @@ _SMALL = 1 << 12  # elements of a constant that are compared
 
 
 def _derivative(eqn: Any) -> Any:
-    """Returns the jaxpr of a custom derivative."""
+    """Returns the jaxpr of the derivative of a `custom_jvp_call`."""
     avals = [v.aval for v in eqn.invars]
     inexact = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
@@ -158,10 +158,6 @@ def _draws_by_place(*avals: Any) -> bool:
     keys = [aval for aval in avals if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)]
     is_by_place: Any = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     return bool(is_by_place) and bool(keys) and all("fry" in str(aval.dtype) for aval in keys)
-
-
-def _primitives(text: str) -> list[str]:
-    return text.split()
 
 
 _LOOPS = {
@@ -277,10 +273,10 @@ _Rule = Callable[[_Eqn], bool]
 # The rules for operands with rows.
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_primitives("cumsum cumprod cummax cummin cumlogsumexp"), _apart_from_rows("axis")),
-    **dict.fromkeys(_primitives("argmax argmin reduce_sum reduce_max reduce_min reduce_prod"), _without("axes")),
-    **dict.fromkeys(_primitives("reduce_and reduce_or reduce_xor"), _without("axes")),
-    **dict.fromkeys(_primitives("reduce_window_max reduce_window_min reduce_window_sum"), _window),
+    **dict.fromkeys(CUMULATIVE, _apart_from_rows("axis")),
+    **dict.fromkeys("argmax argmin reduce_sum reduce_max reduce_min reduce_prod".split(), _without("axes")),
+    **dict.fromkeys("reduce_and reduce_or reduce_xor".split(), _without("axes")),
+    **dict.fromkeys("reduce_window_max reduce_window_min reduce_window_sum".split(), _window),
     "broadcast_in_dim": lambda e: e.params["broadcast_dimensions"][e.k] == e.j,
     "concatenate": _apart_from_rows("dimension"),
     "conv_general_dilated": _convolution_rule,
@@ -299,7 +295,7 @@ _RULES: dict[str, _Rule] = {
     "top_k": _top_k,
     "transpose": lambda e: e.params["permutation"][e.j] == e.k,
 }
-# The rules for operands without rows, whose results have rows: fewer rows must be the first of more rows.
+# The rules for results with rows, made of operands without: what is made for few rows must begin what is for more.
 _MADE: dict[str, _Rule] = {
     "broadcast_in_dim": lambda e: True,
     "iota": lambda e: True,

@@ -19,7 +19,7 @@ SUMS = _names_in("reduce_sum cumsum reduce_window_sum")
 MAY_SUM = _names_in("reduce_sum dot_general conv_general_dilated scatter_add scatter_sub")
 # Adds up all entries along the axes that it names.
 ADDS_UP = _names_in("reduce_sum dot_general")
-# Parts of a matrix, whose entries are made of all of its entries.
+# Factors of a matrix; each of their entries is made of all entries of the matrix.
 DECOMPOSITIONS = _names_in("qr geqrf householder_product svd")
 # Each entry is made of several neighbouring ones.
 WINDOWS = DECOMPOSITIONS | _names_in(

@@ -118,14 +118,16 @@ class Reader:
         """Returns what an equation makes, by the rule for its primitive."""
         name, outs = eqn.primitive.name.replace("-", "_"), eqn.outvars
         names_axes = "axes" in eqn.params or "axis_name" in eqn.params
-        if names_axes and not all(hasattr(axis, "__index__") for axis in axes(eqn)):  # numpy's integers from vmap
+        # A collective over a named axis. Numbered axes are those of an array; `vmap` numbers them by numpy's integers.
+        if names_axes and not all(hasattr(axis, "__index__") for axis in axes(eqn)):
             each = values if len(values) == len(outs) else [functools.reduce(either, values, CONST)] * len(outs)
             return [collected(eqn, v, self.at()) for v in each]
         if name == "custom_vjp_call":
             _, backward = self.backward.setdefault(id(eqn), (eqn, backward_of(eqn)))
-            is_made = any(v.number is None for v in values)  # some operand is no literal number
-            if backward is not None and is_made and mixes_cotangents(eqn, backward, values, self.read, self.of_rows):
-                self.mixed.append(self.at())
+            are_numbers = all(v.number is not None for v in values)
+            if backward is not None and not are_numbers:
+                if mixes_cotangents(eqn, backward, values, self.read, self.of_rows):
+                    self.mixed.append(self.at())
         if name in CALLS:
             return self.named(eqn, values, self.read(next(inside(eqn)), values))
         if name in BODIES:
@@ -245,14 +247,14 @@ class Reader:
         return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
     def named(self, eqn: Any, values: list[RowValue], found: list[RowValue]) -> list[RowValue]:
-        """Returns the outputs of a call; more is known about some functions of JAX, which have these names."""
+        """Returns the outputs of a call, `found` in its body; `jnp.diagonal` and `jnp.var` are recognised by name."""
         name = eqn.params.get("name")
         if name == "diagonal" and (value := row_pairs.diagonal(eqn, values[0])) is not None:
             return [value]
         return [self.variance(v) for v in found] if name == "_var" else found
 
     def variance(self, value: RowValue) -> RowValue:
-        """Returns a variance, with a fault if it is one over the rows; a BatchNorm divides rows by its root."""
+        """Returns a variance, with a fault (not a lasting one, because of BatchNorm) if it is one over the rows."""
         is_of_rows = value.kind == Kind.SUMMED and (value.fault is None or value.role == "deviation")
         return value._replace(fault=Fault("nonlinear", self.at())) if is_of_rows else value
 
@@ -282,7 +284,7 @@ class Reader:
         return 0 if degrees <= {0} else None
 
     def number_of_rows(self, eqn: Any, name: str, out: Any) -> RowValue:
-        """Returns what is known of a size, a constant with its degree, or of an `iota`, the positions of the rows."""
+        """Returns what is known of a size (a constant with its degree) or an `iota` (positions, if it counts rows)."""
         if name == "dim_as_value":
             size, at = parameter(eqn, "dim"), self.at()
             if is_divided(size):
@@ -295,9 +297,10 @@ class Reader:
 
     def product(self, eqn: Any, name: str, values: list[RowValue], summed: int, out: Any) -> RowValue:
         """Returns a product or a quotient: linear unless both sides are sums; degrees are added, or subtracted."""
-        if lasting(values) is not None:  # the fault lasts, whatever number it is divided by
+        if lasting(values) is not None:  # whatever number it is divided by, known or not
             values = [v if v.kind != Kind.UNKNOWN or v.number is None else RowValue(Kind.CONST, None) for v in values]
         if {v.kind for v in values} == {Kind.SUMMED, Kind.UNKNOWN}:
+            # Picked rows times a number of all rows: the product of two sums, and no mean.
             values = [RowValue(Kind.SUMMED) if v.picked is not None else v for v in values]
         a, b = values
         if name == "mul" and 0 in (a.number, b.number) and not self.rows.axes(out):
@@ -334,11 +337,11 @@ class Reader:
         joined = self.is_joined(eqn, values, rows, out)
         moves = eqn.primitive.name in primitives.MOVES or any(v.place for v in values)
         pairs = len(rows) > 1 or moves and kind == Kind.ROWS and row_pairs.meets_elsewhere(self, values, linear)
-        whole = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
+        of_all = kind == Kind.ROWS and not rows and any(map(self.rows.axes, eqn.invars))  # no axis of the rows is left
         place = self.place(eqn, values, rows, out) if moves or kind == Kind.CONST else 0
-        is_picked = whole and eqn.primitive.name in primitives.PICKS  # one row
+        is_picked = of_all and eqn.primitive.name in primitives.PICKS  # one row
         role, pending = (None, None) if is_picked else self.met(eqn, values, linear)
-        if len(values) == 1 and linear and not (summed or pairs or whole):
+        if len(values) == 1 and linear and not (summed or pairs or of_all):
             return values[0]._replace(joined=joined, place=place, role=role, pending=pending)
         at = next((v.at for v in values if v.degree == degree and v.at), None) or (self.at() if degree != 0 else ())
         any_fault = next((v.fault for v in values if v.fault is not None), None)
@@ -355,7 +358,7 @@ class Reader:
         if role is None and pending is not None:
             fault, pending = fault or pending, None
         made = RowValue(kind, degree, None, fault, at, joined=joined, place=place, role=role, pending=pending)
-        if whole:
+        if of_all:
             if pending is not None and (fault := made.if_added_up) is not None:
                 fault = fault._replace(lasts=made.lasting is not None)
             value = RowValue(Kind.SUMMED, degree, None, fault, at, joined=values[0].joined, place=values[0].place)
@@ -396,15 +399,14 @@ class Reader:
         return row_pairs.order_of_places(eqn.primitive.name, values) if are_places else 0
 
     def of_all_rows(self, eqn: Any, values: list[RowValue], value: RowValue, summed: int, out: Any) -> RowValue:
-        """Returns a result of rows that has no axis of the rows: a sum over them, or something else, as a maximum."""
+        """Returns a result of rows that has no axis of the rows: a sum over them, a maximum, one picked row."""
         if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
             place, fault = row_pairs.of_round(self.rows, eqn, values), lasting([value])
             return values[0]._replace(fault=fault, place=place)
-        # A reshape to a number of rows that is written in the function; or one of the rows that a Python loop picks.
-        is_alone = self.rows.prime and not self.rows.other and lasting([value]) is None
-        if eqn.primitive.name == "reshape":
+        if eqn.primitive.name == "reshape":  # to a number of rows that is written in the function
             return UNKNOWN
-        if is_alone and eqn.primitive.name in primitives.PICKS:
+        is_alone = self.rows.prime and not self.rows.other and lasting([value]) is None
+        if is_alone and eqn.primitive.name in primitives.PICKS:  # by a loop of Python, whose equations count the rows
             if row_picks.windows_overlap(eqn, values, self.rows, self.windows) and not is_made_in_module(self.around):
                 return value._replace(fault=Fault("pairs", self.at(), True))
             return UNKNOWN._replace(picked=row_picks.picked_row(eqn, out, self.rows, value))
@@ -415,7 +417,7 @@ class Reader:
     def is_joined(self, eqn: Any, values: list[RowValue], rows: list[int], out: Any) -> bool:
         """Returns True if a result has the rows of several arrays one after the other, by this equation or before."""
         name = eqn.primitive.name
-        if name == "reshape" and self.rows.rows_come_last(eqn.invars[0].aval.shape, out.aval.shape):
+        if name == "reshape" and self.rows.moves_rows(eqn.invars[0].aval.shape, out.aval.shape):
             return True
         if name == "concatenate" and len(eqn.invars) > 1 and parameter(eqn, "dimension") in rows:
             return True
@@ -424,7 +426,7 @@ class Reader:
         return name not in primitives.PICKS and any(v.joined for v in values)
 
     def chosen(self, eqn: Any, which: RowValue, cases: Sequence[RowValue], out: Any) -> RowValue:
-        """Returns a choice among cases: its degree is theirs, and if a sum over the rows decides, it is no mean."""
+        """Returns a choice among cases: it has their degree, and is no mean if a sum over the rows decides."""
         if which.guards:  # it replaces entries that are not finite
             which = which._replace(fault=None, role=None, pending=None) if which.kind == Kind.ROWS else CONST
         degree = None if which.degree is None and which.kind in (Kind.CONST, Kind.ROWS) else sum_degree(cases)

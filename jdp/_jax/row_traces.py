@@ -31,9 +31,9 @@ TermKind = Literal["mean", "sum", "count", "rows", "vector"]
 def trace(
     fn: Callable[..., Any], operands: Any, cut: Sequence[int | None], prime: int = 0, times: int = PAIRS
 ) -> Traced | None:
-    """Traces `fn(*operands)` with `b` rows, or `times * prime`: `cut` has each leaf's axis of rows, or None.
+    """Traces `fn(*operands)` with `b` rows, or `times * prime`; returns None if that fails.
 
-    Returns None where that fails.
+    `cut` has the axis of the rows of each leaf of `operands`, or None.
     """
     rows = RowCount(prime, times=times)
     leaves, treedef = jax.tree.flatten(operands)
@@ -69,7 +69,7 @@ class Traced:
     def paired_with(self, other: Traced) -> Traced:
         """Returns this trace together with that for another number of rows; alone, if their equations differ."""
         try:
-            rows = self.rows.beside(self.jaxpr, other.jaxpr, other.rows.prime)
+            rows = self.rows.paired(self.jaxpr, other.jaxpr, other.rows.prime)
         except ValueError:  # the function does something else for that number
             return self
         return dataclasses.replace(self, rows=rows)
@@ -80,7 +80,7 @@ class Traced:
         return any(isinstance(x, Tracer) for x in self.jaxpr.consts)
 
     def axis(self, i: int) -> int | str | None:
-        """Returns the one axis of output i whose size is a multiple of b; None if none depends on b; else why not."""
+        """Returns the one axis of output i that is in proportion to b; None if no axis depends on b; else why not."""
         out = opened(self.jaxpr).outvars[i]
         found = self.rows.axes(out)
         if not found:
@@ -91,11 +91,11 @@ class Traced:
         return f"its shape is ({shape}) for b rows, which is not in proportion along one axis"
 
     def depends(self, i: int) -> bool:
-        """Returns True where output i depends on the values of the inputs with rows."""
+        """Returns True if output i depends on the values of the inputs with rows."""
         return self._values[i].kind > Kind.CONST
 
     def is_joined(self, i: int) -> bool:
-        """Returns True where output i has the rows of several arrays one after the other, along the axis of the rows.
+        """Returns True if output i has the rows of several arrays one after the other, along the axis of the rows.
 
         The replicas' outputs are joined along that axis, so those of all rows would come in another order.
         """
@@ -115,8 +115,8 @@ class Traced:
         """Returns for each output why it is not of this kind; None for one that is, or that cannot be followed.
 
         A "mean" is a scalar, the mean over the rows. A "sum" is added up over the replicas. A "count" is a total and a
-        count, which are added up and then divided. "rows" have an entry for each row; a "vector" has, too, but only its
-        mean is taken.
+        count (two outputs), which are added up and then divided. "rows" have an entry for each row. So has a "vector",
+        but only its mean is taken.
         """
         values, found = [self._values[i] for i in at], []
         is_meant = kind == "count" and values[0].meant == values[-1].kind and values[0].degree in (1, None)
@@ -152,7 +152,7 @@ class Traced:
         return [None] * len(found) if any(found) and self._are_written(at) else found
 
     def _is_of_each_row(self, value: RowValue) -> bool:
-        """Returns True for what a loop of Python has made of each row, if its degree is known."""
+        """Returns True if a loop of Python has made a value of all rows, one by one, and its degree is known."""
         return (
             bool(self.rows.prime)
             and value.degree is not None
@@ -173,7 +173,7 @@ class Traced:
 
     @property
     def step(self) -> tuple[int, Fault | None]:
-        """The step in rows of slices such as `v[::2]` (the least common multiple, or 1), and the fault of the first."""
+        """The least common multiple of the steps of slices such as `v[::2]` (1 without any), and the first fault."""
         found = [(step, Fault("step", at)) for step, at in self._read[1].steps if step > 1]
         return math.lcm(*(step for step, _ in found)), next((fault for _, fault in found), None)
 

@@ -32,10 +32,10 @@ RoleOfRows = Literal["met", "normed", "by number", "shifted", "scaled", "centred
 Role = RoleOfRows | Literal["as found", "deviation", "inverse", "gradient"]
 """What rows have become that met a number of all rows, or what such a number is.
 
-Rows that have "met" it as they may are accepted, whatever follows. Others are "normed" by a deviation for each feature,
-or "by number", by one for all features; "shifted" by one number that was added to them; "scaled" by one number, as the
-exponentials of shifted rows are; "centred" by means; "spread", as the squares of centred rows are; "layered" if a layer
-has followed, so that a nonlinear function of them is the model's.
+Rows that have only "met" it are accepted, whatever follows. Others are "normed", divided by a deviation for each
+feature, or "by number", divided by one for all features; "shifted" by one number that was added to them; "scaled" by
+one number, as exponentials of shifted rows are; "centred" by means; "spread", as squares of centred rows are; "layered"
+if a layer has followed, so that a nonlinear function of them is the model's.
 
 A number is "as found", such as the largest of all rows, a "deviation", which may divide rows, its "inverse", or made of
 the "gradient" of parameters.
@@ -99,7 +99,7 @@ class RowValue(NamedTuple):
     place: Any = 0  # which row each entry is made of, 0 for the one at its own position; see `row_pairs.py`
     is_number: bool = False  # one number, made of all rows
     role: Role | None = None  # what rows have become that met a number of all rows, or what such a number is
-    pending: Fault | None = None  # of rows that met such a number: the fault unless what follows suits their role
+    pending: Fault | None = None  # of rows that met such a number: a fault, unless what follows suits their role
     padded: bool = False  # has zeros before or after its rows, which add nothing to a sum
     picked: frozenset[int] | None = None  # made of these rows, picked one by one; empty if it is not known which
     entries: Entries | None = None  # of a matrix with an entry for each pair of rows
@@ -220,7 +220,7 @@ def cuts_off(eqn: Any, out: Any) -> bool:
 
 
 def is_padded(name: str, values: Sequence[RowValue]) -> bool:
-    """Returns True for a result that is zero where a padded operand is zero; `name` is that of the equation."""
+    """Returns True if an equation of this name keeps the zeros around its padded operands."""
     padded = [v.padded for v in values]
     if name in ("mul", "and", "dot_general"):
         return any(padded)
@@ -229,10 +229,11 @@ def is_padded(name: str, values: Sequence[RowValue]) -> bool:
     return name in primitives.KEEP_ZERO and all(padded)
 
 
-_NEAR = 1e-4  # of a power, where numbers are rounded to 32 bits
+_NEAR = 1e-4  # how far a power may be from a whole number, because numbers are rounded to 32 bits
 
 
 def _pairs_of(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields what stands at the same place in two jaxprs: constants, variables, literals and equations."""
     yield from zip(getattr(one, "consts", ()), getattr(other, "consts", ()), strict=True)
     one, other = opened(one), opened(other)
     for name in ("invars", "constvars", "outvars"):
@@ -263,11 +264,11 @@ class RowCount:
     prime: int = 0  # 0: a symbol
     times: int = PAIRS
     other: int = dataclasses.field(default=0, compare=False)  # the prime of the other trace; 0: there is none
-    # The variable, literal, constant or equation of the other jaxpr in the place of each of this one, by its id.
+    # For each variable, literal, constant or equation of this jaxpr, by its id: its counterpart in the other one.
     there: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    def beside(self, one: Any, other: Any, prime: int) -> RowCount:
-        """Pairs two jaxprs of a function, one for this number; raises a `ValueError` if their equations differ."""
+    def paired(self, one: Any, other: Any, prime: int) -> RowCount:
+        """Returns this number, and what in `other` matches what in `one`; raises a `ValueError` if equations differ."""
         return dataclasses.replace(self, other=prime, there={id(v): w for v, w in _pairs_of(one, other)})
 
     @property
@@ -290,7 +291,7 @@ class RowCount:
         return power
 
     def remainder(self, size: Any) -> Any:
-        """Returns what is left of a size without the multiples of the number of rows in it: -1 of `b - 1`."""
+        """Returns a size without the multiples of the number of rows in it: -1 of `b - 1`."""
         if self.prime:
             return size % self.size
         if not isinstance(size, int) and self.power(size):
@@ -310,19 +311,19 @@ class RowCount:
         return constant(v.val, self.prime) if there is None else self.number(v.val, there.val)
 
     def counts_rounds(self, eqn: Any) -> bool:
-        """Returns True if a scan has as many rounds as there are rows; a length may be so by chance in one trace."""
+        """Returns True if the number of rounds of a scan depends on the number of rows."""
         length = parameter(eqn, "length")
         if (there := self.there.get(id(eqn))) is not None:
             return bool(length != parameter(there, "length"))
         return self.power(length) != 0
 
-    def stands_in(self, jaxpr: Any) -> bool:
-        """Returns True if the number of rows is a literal, or computed, in a jaxpr: `i < len(x)`."""
+    def is_read_in(self, jaxpr: Any) -> bool:
+        """Returns True if a jaxpr has the number of rows as a literal, or computes it: `i < len(x)`."""
         literals = [v for eqn in equations(jaxpr) for v in eqn.invars if is_literal(v) and not v.aval.shape]
         return first(jaxpr, "dim_as_value") is not None or any(self.literal(v).degree != 0 for v in literals)
 
-    def parts(self, v: Any) -> list[int]:
-        """Returns the axes whose size follows the number of rows, and is no multiple of it: b - 1 in `e[1:]`."""
+    def partial_axes(self, v: Any) -> list[int]:
+        """Returns the axes whose size depends on the number of rows, but is no multiple of it: b - 1 in `e[1:]`."""
         shape, found = v.aval.shape, self.axes(v)
         if not self.prime:
             return [i for i in found if self.power(shape[i]) is None and not is_divided(shape[i])]
@@ -363,7 +364,7 @@ class RowCount:
         return any(before[i] != after[i] for i in self.axes(eqn.invars[0]))
 
     def takes_share(self, eqn: Any, name: str) -> bool:
-        """Returns True if an equation takes a share of the rows, one after the other, as `v[: len(v) // 2]` does."""
+        """Returns True if an equation takes a share of neighbouring rows, as `v[: len(v) // 2]` does."""
         if name not in ("slice", "split", "dynamic_slice", "gather") or name == "slice" and self.step(eqn) != 1:
             return False
         before, along = eqn.invars[0].aval.shape, self.axes(eqn.invars[0])
@@ -375,7 +376,7 @@ class RowCount:
         return any(self.is_share(size) for size in taken)
 
     def is_share(self, size: Any) -> bool:
-        """Returns True for the size of a share of the rows, as `b // 2` is, and for multiples of it."""
+        """Returns True for the size of a share of the rows, such as `b // 2`, and for multiples of it."""
         if self.prime:
             return size % self.size != 0 and prime_power(int(size), self.prime) > 0
         return "floordiv" in str(size)
@@ -386,8 +387,8 @@ class RowCount:
         along = [i for i in self.axes(eqn.invars[0]) if strides and self.power(shape[i]) == 1]
         return math.lcm(*(strides[i] // math.gcd(strides[i], int(shape[i] // self.size)) for i in along))
 
-    def rows_come_last(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
-        """Returns True if a reshape changes what stands before the axis of the rows: `(2, b)` becomes `(2 * b,)`."""
+    def moves_rows(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
+        """Returns True if a reshape changes how many entries precede the axis of the rows: `(2, b)` to `(2 * b,)`."""
         places = [[i for i, size in enumerate(shape) if self.power(size) != 0] for shape in (before, after)]
         if [len(found) for found in places] != [1, 1]:
             return False
@@ -395,15 +396,15 @@ class RowCount:
         return math.prod(before[:i]) != math.prod(after[:j])
 
     def pads(self, eqn: Any, values: Sequence[RowValue]) -> bool:
-        """Returns True if an equation writes zeros after all rows, or before them, as up to a multiple of some size."""
-        if values[1].number != 0 or self.parts(eqn.invars[0]):
+        """Returns True if a `pad` only adds zeros, before or after all rows: up to a multiple of 8, for example."""
+        if values[1].number != 0 or self.partial_axes(eqn.invars[0]):
             return False
         return all(low >= 0 and high >= 0 for low, high, _ in parameter(eqn, "padding_config"))
 
     def sums_part(self, eqn: Any, name: str) -> bool:
-        """Returns True if an equation sums over an axis that is longer or shorter than the rows: `e[1:].sum()`."""
+        """Returns True if an equation sums over an axis that is no multiple of the rows: `e[1:].sum()`."""
         over = parameter(eqn, "axes") if name == "reduce_sum" else parameter(eqn, "dimension_numbers")[0][0]
-        return not {*over}.isdisjoint(self.parts(eqn.invars[0]))
+        return not {*over}.isdisjoint(self.partial_axes(eqn.invars[0]))
 
     def number(self, x: Any, y: Any) -> RowValue:
         """Returns what is known of a number that is x in this trace, and y in the other."""
@@ -440,5 +441,5 @@ class RowCount:
 
 
 def is_divided(size: Any) -> bool:
-    """Returns True for a size that is a part of the number of rows, as where rows are taken in pairs."""
+    """Returns True for a size that is a quotient or remainder of the number of rows: `b // 2`, of rows in pairs."""
     return any(part in str(size) for part in ("floordiv", "mod"))

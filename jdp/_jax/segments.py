@@ -1,4 +1,4 @@
-"""Segments of a jaxpr that is cut at some equations: what each one reads, and what it keeps for those after it."""
+"""Cuts a jaxpr into segments, at some equations: what each segment reads, and what it keeps for the later ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .jaxprs import is_literal
 
 
 class Segmented:
-    """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last after them all."""
+    """A closed jaxpr cut at some equations: `segments[j]` comes before `cuts[j]`, the last segment after all cuts."""
 
     def __init__(self, jaxpr: Any, segments: list[list[Any]], cuts: list[Any]) -> None:
         self.jaxpr, self.segments, self.cuts = jaxpr, segments, cuts
         self.reads: list[list[Any]] = self._reads()
         """The variables that each segment needs and does not make: for itself, and for the cut or the outputs after."""
         self.later: list[set[Any]] = [set()]
-        """The variables that segments after each one need of those before them."""
+        """For each segment, the variables that later segments read."""
         for reads in self.reads[:0:-1]:
             self.later.insert(0, self.later[0].union(reads))
 
@@ -51,7 +51,7 @@ _CHEAP = {"add", "broadcast_in_dim", "convert_element_type", "copy", "div", "mul
 
 
 def recomputed(code: Segmented) -> Segmented:
-    """Returns the same, but segments compute cheap values again instead of keeping them: x, not 2 * x and x."""
+    """Returns the same, but each segment computes cheap values that it reads again: x is kept, and 2 * x is not."""
     made_by = {v: eqn for eqns in code.segments for eqn in eqns for v in eqn.outvars}
 
     def is_cheap(eqn: Any) -> bool:

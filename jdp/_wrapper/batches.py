@@ -223,9 +223,9 @@ class Batches:
         mesh, each = self._config.mesh, self._config.per_device
         if not mesh.spans_processes:
             return rows, ()
-        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # np.split adds an empty one
+        chunks = np.split(rows, np.cumsum(chunk_sizes(len(rows), mesh.size * each)))  # the last is empty
         replicas = [index * each + i for index in mesh.own_indices for i in range(each)]
-        own = [chunks[min(i, len(chunks) - 1)] for i in replicas]
+        own = [chunks[min(i, len(chunks) - 1)] for i in replicas]  # the empty one if a replica has no chunk
         return np.concatenate(own), [len(chunk) for chunk in own]
 
     def _prepared(self, batch: Tree, sizes: Sequence[int] | None = None) -> Prepared:
@@ -245,7 +245,7 @@ def order_of(count: int, seed: int, epoch: int) -> np.ndarray:
 def begin_to_read(
     data: Columns | Rows, rows: np.ndarray, sizes: Sequence[int], threads: Threads
 ) -> Future[tuple[Tree, Sequence[int]]]:
-    """Lets the threads read a batch part by part; the one that reads the last part makes the batch of them.
+    """Lets the threads read a batch part by part; the thread that ends last joins the parts to the batch.
 
     Returns a future of the batch and its sizes, or of the exception of the first part that failed.
     """

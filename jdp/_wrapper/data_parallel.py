@@ -328,8 +328,8 @@ class DataParallel(nnx.Module, Generic[M]):
             return _linen.init_as_program(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
         variables = _linen.init(self.module, config.axis_name, config.mesh, rngs, args, kwargs)
         variables = _linen.place(variables, config.mesh)
-        if self._config.mesh.spans_processes:  # each has made its own
-            check_replicas(variables, self._config.mesh, "init")
+        if config.mesh.spans_processes:  # each process has made its own
+            check_replicas(variables, config.mesh, "init")
         return variables
 
     def train(self, **attributes: Any) -> Any:
@@ -362,7 +362,7 @@ class DataParallel(nnx.Module, Generic[M]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._config.kind == "nnx":  # pickled arrays forget where they were
+        if self._config.kind == "nnx":  # unpickled arrays are on the default device
             self._put_state()
 
     @outside_of_mesh
@@ -389,7 +389,7 @@ class DataParallel(nnx.Module, Generic[M]):
             """Raises an `AttributeError`; for a name of torch's it says what to call instead."""
             if name == "init":
                 raise AttributeError(_NO_INIT, name=name, obj=self)
-            made = "_config" in vars(self)
+            made = "_config" in vars(self)  # not before `__init__` has set it, or while a copy is made
             has = made and not name.startswith("_") and _has(self.module, name)
             if made and not has and name in INSTEAD:
                 rule, others, of_nnx = INSTEAD[name]

@@ -33,7 +33,7 @@ from .batches import Batches
 from .prefetch import Prefetched, prefetch, refuse_one_batch
 
 VERB = "evaluate"
-_IN_FLIGHT = 2  # batches whose results the host has not read yet
+_IN_FLIGHT = 2  # at most so many batches run, or wait for the host to read their results
 
 
 @outside_of_mesh
@@ -135,13 +135,13 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
     """Dispatches one batch; returns its results and its number of rows, or None if it has no rows."""
     axes = axes_of_batch(config, batch)
     (args, kwargs), nodes = take_nodes(((variables, batch), {}))
-    # No gradient is taken, so that `diff` holds no arrays.
+    # No gradient is taken, so `diff` holds no arrays.
     roles, (diff, held) = assign_roles(args, nodes, [], True, [None, 0], VERB)
     where = None if axes is None else ((axes,), config.dim)
     how = Cutting(config.mesh, config.dim, VERB, ("args", "kwargs"), axes=where, place=False, replicas=config.replicas)
     inputs = split((args[1:], kwargs), how)
     layout = inputs._layout
-    rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))
+    rows = float(sum(layout.sizes) if layout.is_cut else len(layout.used))  # nothing cut: 1 per replica used
     if not rows:
         return None
     held = held._replace(variables=broadcast(held.variables, config.mesh, VERB))
@@ -152,6 +152,8 @@ def _dispatch_batch(config: Config, metrics_fn: Any, variables: Tree, batch: Tre
 
 
 def _evaluation(config: Config, metrics_fn: Any, roles: Roles) -> ReplicaProgram:
+    """Returns the program that computes the metrics of a batch, and refuses results that are no metrics."""
+
     def make(metrics_fn: Any) -> ReplicaProgram:
         label = getattr(metrics_fn, "__name__", "metrics")
 
@@ -213,7 +215,7 @@ def _totals(loss: Loss) -> CallOf:
 
 def _added_up(results: Iterable[tuple[Scattered, float]]) -> dict[str, Any]:
     """Returns the metrics of all rows, given those of each batch and its number of rows; adds up on the host."""
-    first: tuple[Forms, list[list[Any]]] | None = None  # and by metric: the shapes of its sums, or of an entry
+    first: tuple[Forms, list[list[Any]]] | None = None  # the first batch's forms, and what `_metric_shapes` yields
     sums: list[Any] = []
     rows: list[list[np.ndarray]] = []
     count = 0.0
@@ -291,5 +293,5 @@ def _host_dtype(dtype: Any) -> Any:
 
 
 def _host(x: Any) -> Any:
-    """Returns a Python number for what has no shape, else the array."""
+    """Returns a Python number for a scalar, otherwise the array."""
     return x.item() if np.ndim(x) == 0 else np.asarray(x)

@@ -131,7 +131,7 @@ def run_nnx(dp: Wrapper[object], args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         out, updates = four_steps(dp, params, args, kwargs, stateful=False, cut=cut, home=rest.get(0, ()))
     except TypeError as error:
-        if "unexpected keyword argument 'method'" in text_of(error):
+        if "unexpected keyword argument 'method'" in text_of(error):  # as for Linen
             error.add_note(_NO_METHOD)
         raise
     nnx.update(nodes, updates)
@@ -147,7 +147,7 @@ def four_steps(
     cut: Mapping[str, Scattered],
     home: Tree,
 ) -> Any:
-    """Runs the four steps, and returns the result; for parameters that are `Held`, also the updates of the NNX objects.
+    """Runs the four steps; returns the result, and if `params` is a `Held`, also the updates of its NNX objects.
 
     Args:
         dp: the wrapper, whose methods are the four steps.
@@ -183,10 +183,10 @@ def four_steps(
 
 
 def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
-    """Puts the traced arrays of a call that are not committed to a device (those of the host, too) at the parameters.
+    """Puts traced arrays of a call where the parameters are, if they are on the host or committed to no device.
 
-    Their gradients then come back there, as the outputs do, and can be added: JAX adds no arrays that are on different
-    devices. If the parameters are replicated, each device gets the whole array before it is cut.
+    Then their gradients come back there, as the outputs do, and can be added: JAX adds no arrays of different devices.
+    If the parameters are replicated, each device gets the whole array before it is cut.
     """
     to = mesh.own.replicated if lives_replicated(home, mesh) else mesh.own.devices[0]
 
@@ -201,8 +201,8 @@ def _at_home(call: tuple[Any, ...], home: Tree, mesh: ReplicaMesh) -> tuple[Any,
 def _stays(config: Config, params: Tree, home: Tree, in_place: bool) -> bool:
     """Returns True if results stay spread over the replicas, because the parameters live on all of them.
 
-    If there are no parameters at all, results go to the primary device. An NNX model without arrays of its own lets
-    them stay.
+    If there are no arrays at all, results go to the primary device. If only NNX objects among the arguments have
+    arrays, results stay.
     """
     if in_place:
         return bool(jax.tree.leaves(params))

@@ -271,7 +271,7 @@ def together(
                 batch = None if failed is not None else next(batches, None)
             except (Exception, SystemExit, GeneratorExit) as error:
                 failed = error  # it is raised after the batches before it, at the same time in all processes
-            told.append(tell(how, batch, failed, last is None))
+            told.append(tell(how, batch, failed, last is None and batch is None))
         found = of_all(how, *told.popleft(), last, prepare_batch)
         if found is None:
             return
@@ -286,10 +286,13 @@ _Told = tuple[Prepared | None, list[Any], Finish, BaseException | None]
 for the others; and the error of this process, if it has failed."""
 
 
-def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, is_first: bool) -> _Told:
-    """Begins to tell the other processes about a batch, and to put it on this process's devices."""
+def _tell(how: Cutting, batch: Prepared | None, failed: BaseException | None, never: bool) -> _Told:
+    """Begins to tell the other processes about a batch, and to put it on this process's devices.
+
+    `never` says that this process has had no batch so far, and so does not know their shapes.
+    """
     rows = (0,) * how.mesh.own.size if batch is None else batch.layout.by_device
-    outline, never = (None, is_first) if batch is None else (batch.outline, False)
+    outline = None if batch is None else batch.outline
     finish = begin(how.mesh, how.verb, rows, outline, failed, never)
     return batch, [] if batch is None else put_early(batch), finish, failed
 
@@ -308,7 +311,7 @@ def _of_all_processes(
         sizes, outline = finish()
     except DesyncError:
         if isinstance(failed, SystemExit):
-            sys.exit(failed.code)  # again: one from before a call of jdp counts as caught, and its code as none
+            sys.exit(failed.code)  # once more: an exit from before a call of jdp counts as caught, without its code
         if failed is not None:
             raise failed from None
         raise
@@ -321,7 +324,7 @@ def _of_all_processes(
 
 
 def _without_rows(batch: Prepared) -> Prepared:
-    """Returns the batch, without its rows."""
+    """Returns an empty batch, with the tree, shapes and dtypes of this one."""
     arrays = [
         jax.lax.slice_in_dim(x, 0, 0, axis=leaf.axis) if isinstance(leaf, Cut) else x
         for x, leaf in zip(batch.arrays, batch.layout.arrays, strict=True)

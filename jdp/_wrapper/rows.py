@@ -177,7 +177,7 @@ def _stacked(arrays: Sequence[np.ndarray], axis: int | None) -> np.ndarray:
 
 
 def _is_array_of_numbers(x: Any) -> bool:
-    """Returns True if a part of a row is a list of numbers, as in Hugging Face's datasets: that is an array."""
+    """Returns True for a list of numbers, or of such lists, in a row; as in Hugging Face's datasets it is an array."""
     return isinstance(x, list) and all(isinstance(y, _NUMBERS) or _is_array_of_numbers(y) for y in x)
 
 
@@ -185,7 +185,7 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def _array(x: Any, name: Callable[[], str]) -> np.ndarray:
-    """Returns a part of a row as a numpy array."""
+    """Returns a leaf of a row as a numpy array."""
     if isinstance(x, bool | int | float | complex | list):
         try:
             x = np.asarray(x)

@@ -110,7 +110,7 @@ INSTEAD = {
         "Call dp(x)",
     ),
 }
-"""For each what is so in JAX, and what to do: with Linen and functions, and with NNX."""
+"""For each name: how it is in JAX, what to do instead with Linen and functions, and what to do with NNX."""
 TORCHS = "torch's"
 OWNERS = {"apply_fn": "Flax's", "num_devices": "Lightning's"}
-"""Whose names they are, where they are not torch's."""
+"""The names that are not torch's, and whose they are."""
