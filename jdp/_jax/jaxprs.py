@@ -139,7 +139,8 @@ def replayed(jaxpr: Any, shapes: Any) -> Callable[..., Any]:
 
 def communicates(jaxpr: Any) -> bool:
     """Returns True if a jaxpr has a collective, where devices wait for each other."""
-    return any(axes(eqn) and eqn.primitive.name != "axis_index" for eqn in equations(jaxpr))
+    names = (axis for eqn in equations(jaxpr) if eqn.primitive.name != "axis_index" for axis in axes(eqn))
+    return not all(hasattr(axis, "__index__") for axis in names)  # a number is an axis of an array
 
 
 def ordered(jaxpr: Any) -> Any:

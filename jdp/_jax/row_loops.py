@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from . import row_primitives as primitives
 from .callers import is_made_in_module
 from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan, reached
+from .row_pairs import ORDERED, TURNED
 from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either
 
 Parts = dict[int | str, float | None]
@@ -45,7 +46,11 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     if by_rows:
         pairs = RowValue(Kind.ROWS, fault=Fault("pairs", reader.at(), True))
         numbers = [pairs if _meets_others(y, consts, xs) else UNKNOWN for y in ys]
-        ys = [x if y.kind == Kind.SUMMED else y._replace(place=place) for x, y in zip(numbers, ys, strict=True)]
+        picks = {f"{ROUND} {order}": order for order in (TURNED, ORDERED)}  # rows picked by the number of the round
+        ys = [
+            x if y.kind == Kind.SUMMED else y._replace(place=picks.get(y.place, place))
+            for x, y in zip(numbers, ys, strict=True)
+        ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
         after = _at_end(reader, body, consts, after, xs)

@@ -209,11 +209,12 @@ class DataParallel(nnx.Module, Generic[M]):
         self._config = Config(kind, devices, output_device, dim, *options)
         self.module: M = _nnx.made_in_shards(module, self._config.mesh) if shard_params else module
         if self._config.kind == "nnx":
-            mesh, state = self._config.mesh, nnx.state(self.module)
+            # Asked before the state is moved: what comes from one device is the same everywhere afterwards, unless
+            # each process copies its own.
+            places = [getattr(x, "sharding", None) for x in jax.tree.leaves(nnx.state(self.module))]
             self._put_state()
-            # State that was copied from one device just now is the same everywhere, unless each process copied its own.
-            places = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
-            if mesh.spans_processes or any(place is not None and len(place.device_set) > 1 for place in places):
+            is_everywhere = any(place is not None and len(place.device_set) > 1 for place in places)
+            if self._config.mesh.spans_processes or is_everywhere:
                 self.check_replicas()
 
     __signature__: ClassVar[OwnSignature] = OwnSignature()

@@ -96,13 +96,15 @@ def test_known_calls_without_collectives_need_no_queue():
     import jdp
     from jdp._core import programs
 
-    plain, mean = (jdp.DataParallel(f) for f in (lambda w, x: w * x, lambda w, x: jax.lax.pmean(w * x, "data")))
-    w, (x,) = jdp.replicate(np.float32(2), plain.devices), plain.prefetch([np.ones(8, np.float32)])
-    for dp, is_queued in ((plain, False), (mean, True)):
+    plain = jdp.DataParallel(lambda w, x: w * x)
+    of_columns = jdp.DataParallel(lambda w, x: 2 * w * jax.nn.softmax(x))  # each replica adds up its own numbers
+    mean = jdp.DataParallel(lambda w, x: jax.lax.pmean(w * x, "data"))
+    w, (x,) = jdp.replicate(np.float32(2), plain.devices), plain.prefetch([np.ones((8, 2), np.float32)])
+    for dp, is_queued in ((plain, False), (of_columns, False), (mean, True)):
         for _ in range(2):  # known from now on
             dp(w, x)
         programs.wait_for_all()
-        np.testing.assert_array_equal(dp(w, x), [2.0] * 8)
+        np.testing.assert_array_equal(dp(w, x), np.full((8, 2), 2.0))
         assert bool(programs._running) == is_queued
     # The same batch with other parameters may be another program.
     either = jdp.DataParallel(lambda w, x: jax.lax.pmean(w["w"] * x, "data") if "mean" in w else w["w"] * x)

@@ -1429,6 +1429,19 @@ COUNTS = {
     "differences, one by one": (lambda e: sum((e[i] - e[i - 1]) ** 2 for i in range(len(e))) / len(e), "pairs"),
     "windows of two": (lambda e: sum(jnp.prod(e[i : i + 2]) for i in range(len(e) - 1)) / len(e), "pairs"),
     "windows of three": (lambda x: sum((x[i : i + 3].mean(0) ** 2).sum() for i in range(len(x) - 2)) / len(x), "pairs"),
+    "picked from the end in a loop": (
+        lambda e: (e * lax.map(lambda i: e[i], jnp.arange(len(e) - 1, -1, -1))).mean(),
+        "pairs",
+    ),
+    "picked in another order in a loop": (
+        lambda e: jnp.exp(e - lax.map(lambda i: e[(i * 7) % len(e)], jnp.arange(len(e)))).mean(),
+        "pairs",
+    ),
+    "picked in turn in a loop": (lambda e: (e * lax.map(lambda i: e[i] * 2, jnp.arange(len(e)))).mean(), None),
+    "picked backwards in a loop that goes backwards": (
+        lambda e: (e * lax.scan(lambda c, i: (c, e[i]), 0.0, jnp.arange(len(e)), reverse=True)[1]).mean(),
+        None,
+    ),
     "windows by lax": (
         lambda e: sum(lax.dynamic_slice_in_dim(jnp.tanh(e), i, 2).prod() for i in range(len(e) - 1)) / len(e),
         "pairs",

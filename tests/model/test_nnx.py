@@ -206,6 +206,16 @@ def test_a_functional_call_over_split_state():
     close(new, nnx.state(dp))
 
 
+def test_replicas_are_compared_at_construction_if_the_state_was_replicated_before(monkeypatch):
+    """What comes from one device is the same everywhere, and to compare it would compile a program."""
+    compared = []
+    monkeypatch.setattr(jdp.DataParallel, "check_replicas", lambda self: compared.append(self.devices))
+    dp = wrap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), 2)
+    assert not compared
+    wrap(dp.module, 2)
+    assert len(compared) == 1
+
+
 def test_state_of_the_model_loads_in_the_wrapped_one():
     """A checkpoint of the bare model and of `dp.module` are the same tree."""
     dp, bare = wrap(Net(nnx.Rngs(0)), 3), Net(nnx.Rngs(1))
