@@ -134,7 +134,7 @@ class Deterministic:
         self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
         state = of_state.unflatten(leaves)
         metrics, changed = of_others.unflatten(self._assembled(others, [None] * len(others[0])))
-        if self._step.options.shard_optimizer:  # whose state was gathered, and is cut again
+        if self._step.options.shard_optimizer:  # the optimizer's state was gathered for the update
             state = self._step.placed(state)
         return state, self._with_rows(metrics, parts, turns[-1].out), changed
 

@@ -197,7 +197,7 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
 
 
 def _without_nodes(call: tuple[Any, ...]) -> tuple[Tree, list[Any]]:
-    """Returns a call without its NNX objects, and these; if there is no other, an `nnx.State` is none: it is state."""
+    """Returns a call without its NNX objects, and these; the variables of an `nnx.State` count only next to others."""
     found = take_nodes(call, states=False)
     return take_nodes(call) if found[1] else found
 
