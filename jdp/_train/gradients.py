@@ -228,6 +228,7 @@ def differentiate(
     traces = _traces(loss, signature, (whole, part, state))
 
     def value(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree]:
+        """Returns the number to differentiate, and the results of the microbatch."""
         out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
         if loss.is_backward and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
@@ -244,13 +245,10 @@ def differentiate(
     function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
-    after = as_before(after, state)
-    traced = traces.get(0) if jaxpr is None and not loss.rows else None
-    if traced is None and jaxpr is None and not loss.is_backward:
-        jaxpr = jax.make_jaxpr(value)(whole, *rest)
-    # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
-    jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
+        traced = traces.get(0) if jaxpr is None and not loss.rows else None
+        # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
+        jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr or jax.make_jaxpr(value)(whole, *rest), 2)
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
@@ -258,7 +256,7 @@ def differentiate(
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, after, forms)
+    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
 
 
 def _to_differentiate(
