@@ -393,13 +393,13 @@ def accumulate(one: RunMicrobatch, state: Tree, rows: int, size: int, cpu: bool)
 
     On a CPU (`cpu`) the loop computes its convolutions in the layout that is fast there.
     """
-    full, rest = divmod(rows, size)
-    if full + bool(rest) <= 1:
+    whole, rest = divmod(rows, size)
+    if whole + bool(rest) <= 1:
         return one(0, 0, rows, state)
-    done = _scan_microbatches(one, state, full, size, cpu)
+    done = _scan_microbatches(one, state, whole, size, cpu)
     if not rest:
         return done
-    last = one(full, full * size, rest, done.state)
+    last = one(whole, whole * size, rest, done.state)
     sums = jax.tree.map(jnp.add, done.sums, last.sums)
     stacked = [jnp.concatenate(x, axis) for *x, axis in zip(done.rows, last.rows, last.forms.axes, strict=True)]
     return last._replace(sums=sums, rows=stacked)

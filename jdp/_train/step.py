@@ -1,4 +1,4 @@
-"""`TrainStep`, the training step for variables, and `Step`, the base of it and of the step for an NNX module."""
+"""`TrainStep`, the training step for variables, and `Step`, the base class of `TrainStep` and `NNXTrainStep`."""
 
 from __future__ import annotations
 
