@@ -192,10 +192,7 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
 
 
 def held_for_loss(state: Tree, given: Held | None) -> Held:
-    """Returns the state that the loss gets: that of the model, and that of the NNX objects in the batch (`given`).
-
-    The state of a model is a mapping of collections; that of an NNX model is its own `Held`.
-    """
+    """Returns the model's state (collections, or `Held` of NNX) with that of the batch's NNX objects (`given`)."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
