@@ -62,8 +62,8 @@ def is_training(config: Config) -> bool:
 class Config:
     """The arguments of `DataParallel`, checked, and the programs compiled for it.
 
-    An object of its own so that NNX sees one static attribute: copies of the wrapper, as
-    `nnx.split` and `nnx.merge` make them in every `nnx.jit`, share it and so compile nothing twice.
+    They are apart from the wrapper, so that NNX sees one static attribute. Copies of the wrapper, as
+    `nnx.split` and `nnx.merge` make them in every `nnx.jit`, share it, and compile nothing twice.
     """
 
     def __init__(

@@ -250,8 +250,8 @@ def init_as_program(
     def in_replicas(*arrays: Any) -> Tree:
         return mapped(lambda *arrays: ((), alone(*arrays)), mesh, [PartitionSpec()] * len(arrays))(*arrays)[1]
 
-    # A shard_map in the module keeps the mesh of its first call. So that it is that of all later calls, too, the module
-    # runs as in a call; all replicas make the same.
+    # A shard_map in the module keeps the mesh of its first call. Here the module runs under the mesh that later calls
+    # have, so that it also fits these; all replicas make the same variables.
     make = in_replicas if mesh.inner_axes else alone
     arrays = [placed(i) for i in at]
     shapes = jax.eval_shape(make, *arrays)

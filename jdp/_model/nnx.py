@@ -248,7 +248,7 @@ def mark_updates(
 
 
 def _metric_of_all_rows(name: str, marked: Marked) -> Marked:
-    """Returns a leaf of a metric's state, with the error to raise: one replica has not counted the others' rows."""
+    """Returns a leaf of a metric's state with an error, because one replica has not counted the others' rows."""
     return dataclasses.replace(
         marked,
         alone=f"jdp.DataParallel: state {name} belongs to an nnx.metrics.Metric, and each replica has updated it with "

@@ -84,8 +84,8 @@ def _without_mask(kind: type[nnx.BatchNorm], name: str) -> type[nnx.BatchNorm]:
 def with_weight(jaxpr: Any, weight: float, in_32_bits: bool) -> Any:
     """Returns the jaxpr with the replica's part in the statistics weighted, and 16-bit ones summed `in_32_bits`.
 
-    Flax takes the mean over replicas of means over rows (`lax.pmean`), which is the mean over all rows
-    only if each has as many. With `weight = n * rows / all rows` for each replica, it is so for any numbers of rows.
+    Flax takes the mean of the replicas' means (`lax.pmean`). That is the mean over all rows only if all replicas have
+    the same number of rows. Each replica's `weight = n * rows / all rows` makes it right for any numbers of rows.
     """
 
     def rule(eqn: Any) -> Callable[..., Any] | None:

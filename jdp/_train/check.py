@@ -16,7 +16,7 @@ from .._jax.jaxprs import equations, reached
 from .followed import ON_BATCH
 from .gradients import Gradients
 from .program import Program
-from .state import TrainState, view_of_state
+from .state import TrainState, inexact_arrays_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +88,15 @@ def _compared(found: Gradients, expected: Gradients, program: Program, narrowest
     names, n = ("loss", "metrics", "update of state", "gradient of params"), len(mesh.all_devices)
     lines: list[str] = []
     what: set[str] = set()
+    here = "on 1 device" if n == 1 else f"on {n} devices"
     parts = [_compared_parts(gradients, program) for gradients in (found, expected)]
     for name, tree, other in zip(names, *parts, strict=True):
         mine, theirs = (jax.tree_util.tree_leaves_with_path(_as_numpy(x)) for x in (tree, other))
         largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
             least = 1e-3 * largest if name.startswith("gradient") else 0.0
-            if line := _difference(a, b, least, narrowest):
-                where = f"{name}{jax.tree_util.keystr(path)}"
-                lines.append(f"{where}: {line.replace(' here', f' on {n} device' + 's' * (n > 1))}")
+            if line := _difference(a, b, least, narrowest, here):
+                lines.append(f"{name}{jax.tree_util.keystr(path)}: {line}")
                 what.add(name)
     if not lines:
         return LossCheck(n)
@@ -122,18 +122,18 @@ def _compared(found: Gradients, expected: Gradients, program: Program, narrowest
 
 def _compared_parts(found: Gradients, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
     (loss, metrics), (state, _) = found.out, found.state
-    return loss, metrics, view_of_state(state), program.view(found.grads)
+    return loss, metrics, inexact_arrays_of(state), program.view(found.grads)
 
 
-def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
-    """Returns how two arrays differ, or "" if they agree up to rounding.
+def _difference(a: Any, b: Any, least: float, narrowest: float, here: str) -> str:
+    """Returns how the array `a`, which was computed `here`, differs from `b`, or "" if they agree up to rounding.
 
     The relative tolerance is the square root of `narrowest` or of their dtype's `eps`, whichever is larger.
     """
     if np.shape(a) != np.shape(b):
-        return f"shape {np.shape(a)} here, {np.shape(b)} on one"
+        return f"shape {np.shape(a)} {here}, {np.shape(b)} on one"
     if not _is_inexact(b):
-        return "" if np.array_equal(a, b) else f"{_short_value(a)} here, {_short_value(b)} on one"
+        return "" if np.array_equal(a, b) else f"{_short_value(a)} {here}, {_short_value(b)} on one"
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
     rounding = max(narrowest, float(jnp.finfo(b.dtype).eps)) ** 0.5
     a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
@@ -142,10 +142,10 @@ def _difference(a: Any, b: Any, least: float, narrowest: float) -> str:
     if np.all(alike):
         return ""
     if not b.ndim:
-        return f"{_short_value(a)} here, {_short_value(b)} on one"
+        return f"{_short_value(a)} {here}, {_short_value(b)} on one"
     worst = np.unravel_index(np.argmax(np.nan_to_num(np.abs(a - b), nan=np.inf)), b.shape)
     at = ", ".join(map(str, worst))
-    return f"{_short_value(a[worst])} here, {_short_value(b[worst])} on one, and most so at [{at}]"
+    return f"{_short_value(a[worst])} {here}, {_short_value(b[worst])} on one, and most so at [{at}]"
 
 
 def _short_value(x: Any) -> str:

@@ -109,7 +109,7 @@ class Computation:
                 raise
 
     def placed(self, state: TrainState, owned: Callable[[Any, Any], Any] = lambda x, to: x) -> TrainState:
-        """Puts the state's arrays, after `owned`, where they belong; one that is there already stays the same array."""
+        """Returns the state with each array where it belongs: what `owned(x, to)` returns, moved if it is elsewhere."""
 
         def place(to: Any, part: Tree) -> Tree:
             return jax.tree.map(lambda x: at(owned(x, to), to), part)
@@ -179,7 +179,7 @@ class Computation:
         return self.read(state, found)
 
     def read(self, state: TrainState, found: Gradients) -> Gradients:
-        """Returns the replicas' results, with the value of each term, and with the whole state after the step."""
+        """Returns the replicas' results with each term replaced by its value, and each update by the whole state."""
         return found._replace(out=finished(found.out), state=state_and_updates(state.state, found.state))
 
 
@@ -192,14 +192,14 @@ def step_key(state: TrainState, layout: Layout) -> Scattered | None:
 
 
 def held_for_loss(state: Tree, given: Held | None) -> Held:
-    """Returns the state that the loss gets: that of the model, and that of the NNX objects in the batch (`given`)."""
+    """Returns the model's state (collections, or `Held` of NNX) with that of the batch's NNX objects (`given`)."""
     if isinstance(state, Mapping):
         return Held(state, None, None) if given is None else Held(state, given.graph, given.variables)
     return state if given is None else state._replace(variables=with_updates(state.variables, given.variables))
 
 
 def state_and_updates(state: Tree, found: Tree) -> tuple[Tree, Tree]:
-    """Splits what the replicas `found` into the whole state after the step and the updates of the batch's objects."""
+    """Splits the state that replicas return: into that of the model, whole, and updates of the batch's objects."""
     if isinstance(state, Mapping):
         return found
     mine, updates = of_model(found)
@@ -303,6 +303,6 @@ def with_objects(rows: Scattered, graph: Any, state: Tree, verb: str) -> Scatter
 
 
 def nodes_of(batch: Scattered) -> tuple[Scattered, Held | None]:
-    """Returns a training step's batch without its NNX objects, and all of it as `Held`; None if it has no objects."""
+    """Undoes `with_objects`: returns the rows alone, and the `Held` of rows and NNX objects; None without objects."""
     tree = batch._layout.fill(batch._arrays)
     return (children(batch)[0], tree) if isinstance(tree, Held) else (batch, None)

@@ -4,9 +4,9 @@
 and ReduceAdd. There are two ways:
 
 * In one pass: JAX differentiates the replicas' program, and keeps what the backward pass needs from the forward pass.
-* In two passes: all microbatches run forward, then each runs again with its part of the cotangents. Replicas that
-  share a device (in the memory of one), parameters that are cut over the replicas and gradients of cut arguments also
-  need two passes; `Passes.can_be_one` lists all cases.
+* In two passes: all microbatches run forward, then each runs again with its part of the cotangents. Two passes are
+  also needed if replicas share a device (they run one after the other, in the memory of one), if parameters are cut
+  over the replicas, or for gradients of cut arguments; `Passes.can_be_one` has all conditions.
 
 A sum of terms with several denominators is computed in the same two ways. Its outputs are the sums that it is made
 of. They are added over the replicas before they are divided.
@@ -78,15 +78,13 @@ def forward(loss: Loss, steps: int) -> CallOf:
                 forms, sums, rows, after = value(diff, part, state)
                 return ReplicaResults((sums, (), {}), rows, as_before(after, state), forms)
 
-            added, weight = microbatches(one, steps, signature, replica, values, before), 0.0
+            added = microbatches(one, steps, signature, replica, values, before)
             forms, sums, left = added.forms, added.sums[0], loss.leave(added.state, before)
+            found, counts = forms.marked(sums, added.rows, weight_of_all(signature.layout, steps))
             if loss.criterion:
-                found, counts = forms.marked(sums, added.rows, weight)
                 return found, (), left, counts, forms
-            weight = weight_of_all(signature.layout, steps)
-            (_, aux), counts = forms.marked(sums, added.rows, weight)
-            found = [Marked(x, None, "sum") for x in sums[: forms.each[0].summands]]
-            return found, aux, left, counts, forms
+            _, aux = found
+            return [Marked(x, None, "sum") for x in sums[: forms.each[0].summands]], aux, left, counts, forms
 
         return call
 
@@ -159,7 +157,7 @@ class Passes:
         verb: str = "train_step",
     ) -> None:
         self.loss, self.steps = loss, steps
-        # The forward pass takes no shards: "in the call" is for gradients.
+        # Only a program of gradients takes shards ("in the call"); the forward pass gets gathered parameters.
         self.forward = on_replicas(forward(loss, steps), label, "at once" if gather == "at once" else "as used", verb)
         self.backward = on_replicas(
             gradients(loss._replace(is_backward=True), steps, wire, scatter), label, gather, verb
@@ -174,9 +172,9 @@ class Passes:
         return plain and not (self.loss.sync and is_uneven) and not holds_scattered(diff)
 
     def in_one(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
-        diff, held = replicas
-        mesh, layout = inputs._layout.mesh, inputs._layout
-        stack = layout.of(LEAF, [Stack()])
+        """Differentiates the forward pass and the loss in one program, and returns the `Gradients`."""
+        (diff, held), layout = replicas, inputs._layout
+        mesh, stack = layout.mesh, layout.of(LEAF, [Stack()])
         params, treedef = jax.tree.flatten(diff)
         # One copy of the parameters for each replica, so that each gets its own gradients. These are then reduced like
         # those of any other loss.
@@ -201,6 +199,7 @@ class Passes:
         return _settled(_one_scattered(Gradients(out, grads, {}, state, counts), layout))
 
     def in_two(self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None) -> Scattered:
+        """Runs forward and computes the loss, runs again with its cotangents, and returns the `Gradients`."""
         more, (loss, metrics), (direct, of_rows) = self.cotangents(replicas, inputs, kwargs)
         layout, second = inputs._layout, leaf_by_leaf(self.backward(replicas, more, kwargs))
         if self.loss.criterion:
@@ -212,9 +211,9 @@ class Passes:
     def cotangents(
         self, replicas: Tree, inputs: Scattered, kwargs: Scattered | None
     ) -> tuple[Scattered, tuple[Any, Tree], tuple[Tree, dict[int, Tree]]]:
-        """Runs the first of two passes and the loss, and returns the inputs of the second.
+        """Runs the first of two passes and the loss, and returns the inputs of the second pass.
 
-        These are the batch, with the cotangents of the outputs as its last argument. Also returns `(loss, metrics)`,
+        These are the batch and, as the last argument, the cotangents of the outputs. Also returns `(loss, metrics)`,
         and the gradients of the loss that bypass the outputs.
         """
         cut, *_, forms = leaf_by_leaf(self.forward(replicas, inputs, kwargs))
@@ -231,31 +230,31 @@ class Passes:
         """Returns `(loss, metrics)`, the cotangents of the outputs, and the gradients that bypass the outputs."""
         values, treedef = jax.tree.flatten(outputs)
         inputs = _untyped_inputs(inputs)
-        (diff, held), counted = replicas, kwargs if kwargs is not None and kwargs._layout.is_cut else inputs
+        (diff, held), with_rows = replicas, kwargs if kwargs is not None and kwargs._layout.is_cut else inputs
         args, layout, loss = inputs._layout.fill(trim(inputs)), inputs._layout, self.loss
-        mine = [x for x in values if has_cotangent(x)]
+        inexact = [x for x in values if has_cotangent(x)]
         direct = (diff, {i: args[i] for i in loss.rows}) if loss.is_direct else ((), {})
 
-        def value(mine: list[Any], direct: tuple[Tree, dict[int, Tree]]) -> tuple[Any, Tree]:
-            rest = iter(mine)
+        def value(inexact: list[Any], direct: tuple[Tree, dict[int, Tree]]) -> tuple[Any, Tree]:
+            rest = iter(inexact)
             leaves = [next(rest) if has_cotangent(x) else x for x in values]
             if loss.criterion is None:
-                return forms.each[0].value(iter(leaves), weight_of_all(counted._layout, self.steps)), ()
+                return forms.each[0].value(iter(leaves), weight_of_all(with_rows._layout, self.steps)), ()
             leaves = [x[0] if form.kind == "first" else x for x, form in zip(leaves, forms.each, strict=True)]
             params, rows = direct if loss.is_direct else (diff, {})
             return loss.criterion(treedef.unflatten(leaves), params, held, [rows.get(i, x) for i, x in enumerate(args)])
 
         with jax.named_scope("criterion"):
-            run = value if loss.criterion is None else _shared_out(value, mine, direct, layout)
-            number, pull, metrics = jax.vjp(run, mine, direct, has_aux=True)
+            run = value if loss.criterion is None else _shared_out(value, inexact, direct, layout)
+            number, pull, metrics = jax.vjp(run, inexact, direct, has_aux=True)
             cotangents, (of_diff, of_rows) = pull(jnp.ones_like(number))
-        cut, as_cut = leaf_by_leaf(inputs), lambda x, s: padded(x, s._layout.arrays[0], layout)
-        of_rows = {i: jax.tree.map(as_cut, of_rows[i], cut[i]) for i in of_rows}
+        each, as_cut = leaf_by_leaf(inputs), lambda x, s: padded(x, s._layout.arrays[0], layout)
+        of_rows = {i: jax.tree.map(as_cut, of_rows[i], each[i]) for i in of_rows}
         return (number, metrics), cotangents, (of_diff, of_rows)
 
 
 def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree, layout: Layout) -> Callable[..., Any]:
-    """Returns `criterion(outputs, direct)` with what it computes of all pairs of rows shared out among the devices."""
+    """Returns `criterion(outputs, direct)`; each device computes a part of its arrays of all pairs of rows."""
     rows, mesh = sum(layout.rows), layout.mesh
     if mesh.size == 1 or mesh.inner_axes or not rows or rows % mesh.size:
         return criterion
@@ -266,19 +265,19 @@ def _shared_out(criterion: Callable[..., Any], outputs: list[Any], direct: Tree,
 
 
 def _untyped_inputs(inputs: Scattered) -> Scattered:
-    """Returns the arguments typed by jdp's mesh: a program around the call may have typed them by Explicit axes."""
+    """Returns the arguments without Explicit axes in their types, which a program around the call may have set."""
 
-    def typed(x: Any, leaf: Leaf) -> Any:
+    def without_axes(x: Any, leaf: Leaf) -> Any:
         if not isinstance(x, Tracer) or not jax.typeof(x).sharding.mesh.explicit_axes:
             return x
         return untyped(x, inputs._layout.mesh.along(leaf.axis if isinstance(leaf, Cut) else None))
 
     pairs = zip(inputs._arrays, inputs._layout.arrays, strict=True)
-    return Scattered([typed(x, leaf) for x, leaf in pairs], inputs._layout)
+    return Scattered([without_axes(x, leaf) for x, leaf in pairs], inputs._layout)
 
 
 def _reduce(wire: Any, scatter: Callable[[Any], int | None] | None) -> CallOf:
-    """Returns what a replica runs on its gradients: it marks each one for the sum over the replicas."""
+    """Returns the function that a replica runs on its gradients: it marks each for the sum over the replicas."""
 
     def call_of(signature: Signature, replica: int) -> Callable[..., Tree]:
         def call(*operands: Any) -> Tree:

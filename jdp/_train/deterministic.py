@@ -60,7 +60,7 @@ _traces: list[None] = []
 
 @jax.jit
 def _configuration() -> list[None]:
-    """Returns a list whose length tells which configuration of JAX is in force: jit traces this once for each."""
+    """Returns a list whose length identifies JAX's configuration, because jit traces this once for each of them."""
     _traces.append(None)
     return [*_traces]
 
@@ -80,14 +80,13 @@ class Deterministic:
     """The step for batches of one layout: `(state, arrays)` to `(state, metrics, updates of NNX objects)`."""
 
     def __init__(self, step: Computation, treedef: Any, layout: Layout, copies: Copies) -> None:
-        """Takes the `copies` that the programs of all layouts share: the next step need not take the state apart."""
+        """Takes `copies`, which the programs of all layouts share: with them no step splits the last state again."""
         self.__name__ = f"train_step_{step.label}"
         self._step, self._layout, self._copies = step, layout, copies
         self._devices: list[Any] = list(layout.mesh.own.devices)
-        # The compiled programs, by JAX's configuration and the shapes of the operands. First the turns: one, or two for
-        # a loss of all rows with the programs of that loss between them, one for each device. Then the update's
-        # programs, one for each device. Last two treedefs of its results: of the state, and of the metrics with the
-        # updates of NNX objects.
+        # By JAX's configuration and the shapes of the operands: the turns, the programs of a loss of all rows, those of
+        # the update, and two treedefs of its results (the state; the metrics with the updates of NNX objects). A loss
+        # of all rows runs between two turns; otherwise there is one turn. Each device has a program of each kind.
         self._compiled: dict[Any, tuple[list[TurnPrograms], list[Any], list[Any], list[Any]]] = {}
         one = make_mesh((self._devices[0],), layout.mesh.axis_name)
         # All replicas on one device: each replica is traced with this layout, on whatever device it runs.
@@ -113,7 +112,7 @@ class Deterministic:
         if key not in self._compiled:
             self.lower(state, arrays).compile()
         turns, loss_programs, updates, (of_state, of_others) = self._compiled[key]
-        from_all_rows: list[Any] = [None] * len(states)
+        from_all_rows: list[Any] = [None] * len(states)  # the loss and the metrics, if a criterion returns them
         cotangents: list[list[Any]] = [[] for _ in states]
         if loss_programs:
             forward, _ = turns
@@ -134,7 +133,7 @@ class Deterministic:
         self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
         state = of_state.unflatten(leaves)
         metrics, changed = of_others.unflatten(self._assembled(others, [None] * len(others[0])))
-        if self._step.options.shard_optimizer:  # whose state was gathered, and is cut again
+        if self._step.options.shard_optimizer:  # the optimizer's state was gathered for the update
             state = self._step.placed(state)
         return state, self._with_rows(metrics, parts, turns[-1].out), changed
 

@@ -57,8 +57,9 @@ class Followed:
     own: then no `refuse_` method raises an error. `way` is what an error advises instead.
 
     The function is traced once with a symbolic number of rows, and `traces` keeps that trace for all sizes of chunk.
-    If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows.
-    Then, or if that trace cannot follow a value, two traces with fixed numbers tell how values depend on the rows.
+    If the function needs the number itself (`int(len(x))`), its shapes are compared for a few other numbers of rows,
+    and two traces with fixed numbers show how values depend on the rows; so they do for a value that the symbolic trace
+    cannot follow.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Followed:
         self._run, self._operands, self._cut, self._refuses = run, operands, cut, refuses
         self._traces = traces
 
-    def _counted(self, prime: int = 0, times: int = 1) -> row_traces.Traced | None:
-        """Returns the trace for any number of rows, or for a multiple of a prime; None if there is none."""
+    def _trace_for(self, prime: int = 0, times: int = 1) -> row_traces.Traced | None:
+        """Returns the trace for any number of rows, or for `prime * times` rows; None if that cannot be traced."""
         number = prime * times
         if number not in self._traces:
             found = row_traces.trace(self._run, self._operands, self._cut, prime, times)
@@ -90,14 +91,14 @@ class Followed:
 
     @property
     def _traced(self) -> row_traces.Traced | None:
-        found = self._counted() if self.rows is not None else None
-        return (
-            found if found is not None and [x.ndim for x in found.jaxpr.out_avals] == [*map(len, self.leaves)] else None
-        )
+        """The trace for any number of rows; None if there is none, or if its results have other ranks than these."""
+        found = self._trace_for() if self.rows is not None else None
+        ranks = [*map(len, self.leaves)]
+        return found if found is not None and [x.ndim for x in found.jaxpr.out_avals] == ranks else None
 
     @functools.cached_property
     def _by_sizes(self) -> tuple[list[int | str | None], str]:
-        """The axis of each leaf by its shapes for other numbers of rows; without these no axes, and why."""
+        """The axis of each leaf, found from its shapes for other numbers of rows: see `axes_by_sizes`."""
         return axes_by_sizes(self.leaves, self.rows or 0, self._total, self._shapes_for)
 
     def _shapes_for(self, number: int) -> Tree:
@@ -155,7 +156,7 @@ class Followed:
         for times in (PAIRS, GROUPS):
             found: list[row_traces.Traced] = []
             for prime in row_traces.PRIMES:
-                traced = self._counted(prime, times)
+                traced = self._trace_for(prime, times)
                 if traced is None or len(traced.jaxpr.out_avals) != len(self.leaves):
                     break
                 found.append(traced)
@@ -167,7 +168,8 @@ class Followed:
     def _agreed(self, at: Sequence[int], say: Callable[[row_traces.Traced], list[Said]]) -> list[Said]:
         """Returns what `say` finds in the trace for any number of rows.
 
-        If that cannot follow these results, the traces for fixed numbers count; a fault only if all of them have it.
+        If that trace cannot follow these results, asks the traces for fixed numbers; then a fault counts only if all
+        of them have it.
         """
         if self.rows is None or not self._refuses:
             return []
@@ -181,7 +183,7 @@ class Followed:
         return any(self._agreed([index], lambda traced: [traced.grows(index)]))
 
     def refuse_joined(self, index: int, name: str) -> None:
-        """Raises a `TypeError` for an array with the rows of several ones: those of all replicas mix."""
+        """Raises a `TypeError` for an array with the rows of several arrays: a gather would put them out of order."""
         if any(self._agreed([index], lambda traced: [traced.is_joined(index)])):
             raise TypeError(
                 f"{name} has the rows of several arrays, one after the other; the outputs of the replicas are joined "
@@ -192,10 +194,8 @@ class Followed:
     def _faults(self, kind: row_traces.TermKind, at: Sequence[int], name: str) -> list[Fault | None]:
         """Returns, for each leaf, why it is not of this kind, or None.
 
-        Raises a `TypeError` where gradients are taken, by a backward pass of the function's own that is made of several
-        rows.
+        In training it also raises a `TypeError` if a backward pass of the user's own combines several rows.
         """
-
         self._refuse_broadcast_row(name)
 
         def say(traced: row_traces.Traced) -> list[Fault | None]:
@@ -231,7 +231,7 @@ class Followed:
             )
 
     def refuse_backward(self, name: str) -> None:
-        """Raises a `TypeError` for a backward pass of the user's own in it that is made of several rows."""
+        """Raises a `TypeError` if the function has a backward pass of the user's own that combines several rows."""
         for found in self._agreed([], lambda traced: [traced.backward]):
             _refuse_backward(found, name)
 
@@ -245,7 +245,7 @@ class Followed:
             )
 
     def refuse_moved(self, index: int, name: str) -> None:
-        """Raises a `TypeError` for an output whose rows are in another order, or that is made of positions."""
+        """Raises a `TypeError` for an output whose rows are in another order, or that depends on their positions."""
         for found in self._faults("rows", [index], name):
             if found is not None and found.kind in ("count", "order", "row"):
                 raise TypeError(
@@ -292,7 +292,7 @@ def _refuse_backward(found: Fault | None, name: str) -> None:
 
 
 def _is_of_a_column(found: Fault) -> bool:
-    """Returns True if the blame is on n x n entries, each made of two others, as where (n,) and (n, 1) meet."""
+    """Returns True if the rows are combined elementwise, in n x n entries, as if (n,) and (n, 1) met by mistake."""
     if found.kind != "pairs" or found.operation not in ELEMENTWISE:
         return False
     shape = found.at[0].outvars[0].aval.shape
@@ -313,7 +313,7 @@ def axes_by_sizes(
 ) -> tuple[list[int | str | None], str]:
     """Finds the axis of each leaf, as `Followed.axis` returns it, by the shapes of `run(number)` for other numbers.
 
-    If the function accepts no other number of rows, there are no axes, and the string says why.
+    If the function accepts no other number of rows, returns an empty list, and a text that says why.
     """
     # Try more rows first, because a model may need a minimum. Twice as many still form pairs or groups of rows.
     seen, problem = _first_accepted((rows * 2, rows + 1), run, leaves)
@@ -324,7 +324,7 @@ def axes_by_sizes(
     many, _ = _first_accepted((-(-max(total, _MANY) // rows) * rows,), run, leaves)
     seen |= many
     fewer: Shapes = {}
-    if any(shape and not _apart(shape, i, seen) for i, shape in enumerate(leaves)):
+    if any(shape and not _changing(shape, i, seen) for i, shape in enumerate(leaves)):
         # An axis may follow the rows up to a limit (`x[:10]`), which may be `rows` or less. Zero rows are below every
         # limit, but not every model accepts zero rows.
         fewer, _ = _first_accepted((0, 1), run, leaves)
@@ -334,7 +334,7 @@ def axes_by_sizes(
 def _first_accepted(
     numbers: Sequence[int], run: Callable[[int], Tree], leaves: list[tuple[int, ...]]
 ) -> tuple[Shapes, str]:
-    """Returns the shapes for the first of these numbers of rows that the function accepts; for none of them, why."""
+    """Returns the shapes for the first of these numbers of rows that the function accepts; if none, the error."""
     problem = ""
     for rows in numbers:
         try:
@@ -350,19 +350,20 @@ def _first_accepted(
     return {}, problem
 
 
-def _apart(shape: tuple[int, ...], index: int, seen: Shapes) -> set[int]:
+def _changing(shape: tuple[int, ...], index: int, seen: Shapes) -> set[int]:
     """Returns the axes of a leaf whose size differs for some number of rows."""
     return {i for shapes in seen.values() for i in range(len(shape)) if shape[i] != shapes[index][i]}
 
 
 def _axis_by_sizes(shape: tuple[int, ...], index: int, rows: int, seen: Shapes, fewer: Shapes) -> int | str | None:
-    apart = _apart(shape, index, seen)
-    ended = set() if apart else _apart(shape, index, fewer)  # one row has no pairs, yet pairs follow the rows
-    for others, shapes in (fewer if ended else seen).items():
+    changing = _changing(shape, index, seen)
+    # A shape that changes is not compared with `fewer`: pairs (n // 2) follow the rows, although one row has none.
+    is_limited = not changing and bool(_changing(shape, index, fewer))
+    for others, shapes in (fewer if is_limited else seen).items():
         other = shapes[index]
-        if ended or len(apart) > 1 or any(shape[i] * others != other[i] * rows for i in apart):
+        if is_limited or len(changing) > 1 or any(shape[i] * others != other[i] * rows for i in changing):
             return f"{list(other)} for {others} rows, which is not in proportion along one axis"
-    return apart.pop() if apart else None
+    return changing.pop() if changing else None
 
 
 _MANY = 129  # rows: more than arrays are usually padded to

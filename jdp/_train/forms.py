@@ -20,9 +20,9 @@ from .terms import Combination, Mean, Sum, Term, described, is_number, is_term
 
 
 class SeveralTerms(Exception):
-    """A signal, not an error: the gradient needs the sums of all rows first.
+    """A signal, not an error: the gradient needs the sums over all rows first.
 
-    It does if the loss has several denominators, or one that is differentiated.
+    It is raised if the loss has several denominators, or one that is differentiated.
     """
 
 
@@ -94,35 +94,35 @@ class Forms:
         return jax.tree.unflatten(self.treedef, leaves), counts
 
     def has_shares(self, layout: Layout) -> bool:
-        """Returns True if each microbatch differentiates its share of the mean, so that gradients are only added up.
+        """Returns True if each microbatch differentiates its share of the mean over all rows.
 
-        Then the cotangent of each row is that on one device, as a backward pass of the user's own (`jax.custom_vjp`)
-        needs it, which may not be linear. In a loss of 16 bits a share would be rounded: for it the gradient of each
-        microbatch's own mean is weighted by its rows, and the sum of all is divided.
+        Its gradients are only added up then, and each row has the cotangent that it has on one device. A backward pass
+        of the user's own (`jax.custom_vjp`) needs that, because it may not be linear. A 16-bit loss would round the
+        shares: there each microbatch differentiates its own mean, `weights` weights it, and `divisor` divides the sum.
         """
         return self.is_mean and layout.is_cut and self.each[0].dtype.itemsize > 2
 
     def weights(self, layout: Layout, size: int, weight: float, seed: float) -> tuple[float, float]:
-        """Returns the cotangent of a microbatch's loss and the factor of its gradient, which weight it by its rows.
+        """Returns the cotangent of a microbatch's loss and a factor for its gradient: both weight a mean by its rows.
 
-        The loss has been multiplied by `seed`: the microbatch's weight if BatchNorms are synchronised, because then
-        each replica's gradient depends on all losses; otherwise 1.
+        The loss has been multiplied by `seed`. If BatchNorms are synchronised, that is the microbatch's weight, because
+        each replica's gradient depends on the losses of all replicas; otherwise it is 1.
         """
         if self.has_shares(layout):
             return size / sum(layout.sizes) / seed, 1.0
         return 1.0, weight / seed if self.is_mean else 1.0
 
     def divisor(self, counts: Sequence[Marked], weight: float, layout: Layout) -> Any:
-        """Returns the divisor for the sum of the loss's gradients over all rows; None if there is none."""
+        """Returns the divisor for the sum of the loss's gradients over all rows; None if the loss is no mean."""
         if self.has_shares(layout):
-            return 1.0
+            return 1.0  # with None a deterministic step would scale the sum down before it is sent in a narrow dtype
         return counts[0].value if self.each[0].kind == "ratio" else weight if self.is_mean else None
 
 
 def loss_value(loss: Any, rows: int | None, verb: str) -> Any:
     """Returns the number to differentiate: a scalar, the mean of a vector, the total of a term; or raises `TypeError`.
 
-    For a combination it is the number of the first term; all of its terms are checked.
+    A combination is only checked, term by term: its gradient needs two passes, and not this number.
     """
     if isinstance(loss, Combination):
         return [loss_value(x, rows, verb) for x in loss.terms][0]
@@ -156,8 +156,8 @@ def forms_of_results(
 ) -> tuple[Forms, list[Any], list[Any]]:
     """Returns the forms, the sums and the entries per row of one microbatch of this weight.
 
-    `rows` is its number of rows (None: nothing is cut). Traces with other numbers of rows show what follows the rows;
-    sizes that happen to be equal do not count. A `TypeError` names the path of a value that no trace explains.
+    `rows` is its number of rows (None: nothing is cut). Traces with other numbers of rows show which axes are rows; a
+    size that happens to equal `rows` proves nothing. A `TypeError` names the path of a value that no trace explains.
     An evaluation has no loss: `loss` is None.
     """
     has_loss = verb != "evaluate"
@@ -299,7 +299,7 @@ def _form_of_combination(
                 f"{name} has a factor that depends on {what}; factors of terms are the same on all replicas. Pass "
                 f"the whole loss as criterion=, which is called once with the outputs of all rows."
             )
-        whole = _form_of_mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
+        of_factor = _form_of_mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
         if isinstance(term, jax.Array) and term.ndim == 1 and followed.axis(first) == 0:
             followed.refuse_pairs(first, name, is_averaged=True)
             of_term = _form_of_mean(jnp.mean(term), weight)
@@ -313,7 +313,7 @@ def _form_of_combination(
                     f"{name} has {described(term)} among its terms ({followed.rows} rows); an array among terms is "
                     f"a vector with one entry per row, which stands for its mean. Take the mean over the other axes."
                 )
-        for form, summands in (whole, of_term):
+        for form, summands in (of_factor, of_term):
             forms.append(form)
             values += summands
         first += len(jax.tree.leaves(term))

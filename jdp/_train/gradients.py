@@ -1,10 +1,10 @@
 """The gradient of a loss on every replica: microbatches one after the other, then one sum over the replicas.
 
-Each calls the next: gradients -> results_of_replica -> microbatches -> accumulate -> differentiate -> run_loss,
-forms_of
+The functions in the order of their calls: gradients, results_of_replica, microbatches, accumulate, differentiate, and
+from there run_loss and forms_of.
 
-The gradient of a mean over the rows is weighted by the rows of its microbatch: by the cotangent of the loss (see
-`Forms.weights`), or by a factor afterwards.
+If the loss is a mean over the rows, the gradient of a microbatch is weighted by its number of rows: see
+`Forms.weights`.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Gradients(NamedTuple):
     grads: Tree
     row_grads: dict[int, Tree]
     state: Tree
-    counts: list[Any]  # nothing reads them here, but a divisor (`Marked.over`) must itself be an output
+    counts: list[Any]  # of `jdp.Mean`: no caller reads them, but a divisor (`Marked.over`) must itself be an output
 
 
 Traces = Recent[Any, dict[int, Traced | None]]
-"""The traces of a loss for any number of rows, by what they depend on."""
+"""The traces of a loss: by the types of its operands (see `_traces`), then by number of rows (0: any number)."""
 
 
 class Loss(NamedTuple):
     """A user's loss function, for any kind of model.
 
     `compute(diff, held, args, kwargs)` returns `(loss, aux, held)`. The gradient is taken with respect to the tree
-    `diff`, and to the cut arguments at the positions `rows`. Each replica changes its own copy of what is held;
-    `leave(after, before)` marks how the copies become one again. `traces` keeps the traces for any number of rows.
+    `diff`, and to the cut arguments at the positions `rows`. `held` is the other state: each replica changes its own
+    copy, and `leave(after, before)` marks how the copies become one again.
 
     With a `criterion`, `compute` returns outputs in place of the loss, and `criterion(outputs, diff, held, args)`
     returns `(loss, metrics)` for the outputs and the arguments of all rows. In the second of two passes (see
@@ -87,9 +87,9 @@ def gradients(
     """Returns a replica's function: it maps `((diff, held), *args)` to `Gradients`, in `steps` microbatches.
 
     Each gradient is summed over the replicas once, at the end, in the dtype `wire`; `scatter` returns, for a
-    leaf, the axis that its sum is cut along. Gradients of cut parameters are cut in the same way. If the parameters
-    come as shards, the gradients of a single microbatch are summed over the replicas as they are computed; those of
-    several microbatches are added first.
+    leaf, the axis that its sum is cut along. Gradients of cut parameters are cut in the same way. If the loss itself
+    gathers these (`ShardedParams`), the gradients of a single microbatch are summed over the replicas as they are
+    computed; those of several microbatches are added first.
     """
     sent = functools.partial(sent_as, wire)
 
@@ -101,8 +101,9 @@ def gradients(
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
             shards = ShardedParams.of(signature, diff, cut, sent, steps > 1) if is_cut else None
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
-            found, grads, row_grads = added.sums
-            out, counts = added.forms.marked(found, added.rows, weight)
+            sums, grads, row_grads = added.sums
+            out, counts = added.forms.marked(sums, added.rows, weight)
+            # In a second pass the cotangents are those of the finished loss, so there is nothing left to divide.
             over = None if loss.is_backward else added.forms.divisor(counts, weight, signature.layout)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
@@ -110,8 +111,8 @@ def gradients(
                 if shards and cut_along != -1 and not shards.adds_first:
                     total = shards.undivided(grad, added.forms)
                     return Marked(total, None, "summed", over=over, dtype=dtype, scatter=cut_along)
-                # Gradients of microbatches, and of replicas on one device, are added in 32 bits. They may be narrow
-                # here because a replica may have only one microbatch.
+                # Gradients of microbatches, and of replicas on one device, are added in 32 bits. Those of a replica
+                # with a single microbatch (it has few rows) are still narrow here.
                 if narrow and (steps > 1 or signature.layout.per_device > 1):
                     grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
                 axis = cut_along if cut_along != -1 else scatter and scatter(param)
@@ -132,9 +133,9 @@ def gradients(
 
 
 def sent_as(wire: Any, dtype: Any) -> Any:
-    """Returns the dtype that gradients are sent in, divided first because a sum of 16 bits may overflow.
+    """Returns the dtype that gradients are sent in; None is their own, of 32 bits or more.
 
-    None: they are summed as they are, and divided afterwards.
+    Gradients with such a dtype are divided before the sum over the replicas, which might overflow; others after it.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -163,7 +164,7 @@ def results_of_replica(
 
 def weight_of_all(layout: Layout, steps: int) -> float:
     """Returns the weight of all replicas' microbatches together."""
-    # If nothing is cut there is one run, or one on each of several processes, and the mean of these is taken.
+    # If nothing is cut, the loss runs once, or once in each process, and the mean of these runs is taken.
     return sum(layout.sizes) / _unit(layout, steps) if layout.is_cut else float(len(layout.used))
 
 
@@ -222,11 +223,12 @@ def differentiate(
 ) -> ReplicaResults:
     """Runs and differentiates the loss of one microbatch; `was_accepted` says that an earlier trace has accepted it."""
     chosen = {i: signature.fill(part)[1][i] for i in loss.rows}
-    whole = shards.shapes() if shards else diff
-    seed = weight if loss.sync else 1
+    whole = shards.shapes() if shards else diff  # for a trace, shapes are enough
+    seed = weight if loss.sync else 1  # see `Forms.weights`
     traces = _traces(loss, signature, (whole, part, state))
 
     def value(diff: Tree, chosen: dict[int, Tree], part: list[Any], state: Tree) -> tuple[Any, Tree]:
+        """Returns the number to differentiate, and the results of the microbatch."""
         out, aux, after, cotangents = run_loss(loss, signature, diff, chosen, part, state)
         if loss.is_backward and loss.criterion:
             out = Sum(_product(jax.tree.leaves(out), cotangents))
@@ -243,13 +245,10 @@ def differentiate(
     function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
-    after = as_before(after, state)
-    traced = traces.get(0) if jaxpr is None and not loss.rows else None
-    if traced is None and jaxpr is None and not loss.is_backward:
-        jaxpr = jax.make_jaxpr(value)(whole, *rest)
-    # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
-    jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr, 2)
     if not loss.is_backward:
+        traced = traces.get(0) if jaxpr is None and not loss.rows else None
+        # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
+        jaxpr, count = (traced.jaxpr, 1) if traced else (jaxpr or jax.make_jaxpr(value)(whole, *rest), 2)
         _check_count(jaxpr, forms, len(jax.tree.leaves((whole, chosen))), count)
         if not was_accepted:
             _refuse_reduced(jaxpr, len(jax.tree.leaves(diff)), signature, loss.verb, size, forms)
@@ -257,7 +256,7 @@ def differentiate(
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, after, forms)
+    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
 
 
 def _to_differentiate(
@@ -278,7 +277,7 @@ def _to_differentiate(
 def run_loss(
     loss: Loss, signature: Signature, diff: Tree, chosen: dict[int, Tree], part: Sequence[Any], state: Tree
 ) -> tuple[Any, Tree, Tree, Any]:
-    """Runs the loss function with the arguments in `chosen`, by position; returns `(loss, aux, state, cotangents)`."""
+    """Runs the loss function, with arguments from `chosen` (by position); returns `(loss, aux, state, cotangents)`."""
     _, args, kwargs = signature.fill(part)
     mine = [chosen.get(i, x) for i, x in enumerate(args)]
     cotangents = mine.pop() if loss.is_backward else None
@@ -357,17 +356,17 @@ def _check_count(jaxpr: Any, forms: Forms, differentiated: int, at: int) -> None
         raise SeveralTerms
 
 
-def _refuse_reduced(jaxpr: Any, whole: int, signature: Signature, verb: str, size: int, forms: Forms) -> None:
+def _refuse_reduced(jaxpr: Any, count: int, signature: Signature, verb: str, size: int, forms: Forms) -> None:
     """Raises a `ValueError` if the loss function has summed the loss over the replicas itself.
 
-    A mean over the replicas is accepted if all replicas have as many rows and one microbatch.
+    The first `count` inputs of its jaxpr are replicated parameters. A mean over the replicas is accepted if all
+    replicas have the same number of rows, and one microbatch.
     """
     axis_name, n = signature.axis_name, len(signature.layout.devices)
-    # jdp takes the mean of the replicas' losses. If they are means over the replicas already, they are equal, and
-    # their mean is the loss; but only if each replica has one microbatch, with the same number of rows.
+    # The mean of the replicas' losses is taken. If each is that mean already, they are equal, and so is their mean.
     if forms.is_mean and {*signature.layout.rows} == {size} and are_means(jaxpr, axis_name, n):
         return
-    inputs = [SAME] * whole + [VARYING] * (len(jaxpr.in_avals) - whole)
+    inputs = [SAME] * count + [VARYING] * (len(jaxpr.in_avals) - count)
     found = varying(jaxpr, inputs, axis_name)[0]
     if not found.varying and found.reduced is not None:
         line = source_line(found.reduced)
@@ -407,6 +406,7 @@ def accumulate(one: RunMicrobatch, state: Tree, rows: int, size: int, cpu: bool)
 
 
 def _scan_microbatches(one: RunMicrobatch, state: Tree, n: int, size: int, cpu: bool) -> ReplicaResults:
+    """Runs n microbatches of equal size in a `scan`, which carries the sums and the state."""
     # Traced here to learn the shapes of the sums, and which parts of the state stay as they are.
     step = jax.make_jaxpr(lambda k, state: one(k, k * size, size, state), return_shape=True)
     jaxpr, shapes = step(jnp.int32(0), state)
@@ -430,9 +430,10 @@ def _scan_microbatches(one: RunMicrobatch, state: Tree, n: int, size: int, cpu: 
 
     start = jax.tree.map(zero, shapes.sums), state
     (sums, after), stacked = jax.lax.scan(body, start, jnp.arange(n, dtype=jnp.int32))
+    # State that no microbatch changes must stay the same array: by that, `returned` knows that replicas agree on it.
     old, treedef = jax.tree.flatten(state)
-    before, kept = jaxpr.jaxpr.invars[1:], jaxpr.jaxpr.outvars[len(jaxpr.out_avals) - len(old) :]
-    same = [x is y for x, y in zip(before, kept, strict=True)]
+    before, left = jaxpr.jaxpr.invars[1:], jaxpr.jaxpr.outvars[len(jaxpr.out_avals) - len(old) :]
+    same = [x is y for x, y in zip(before, left, strict=True)]
     after = [x if s else y for x, y, s in zip(old, jax.tree.leaves(after), same, strict=True)]
     stacked = [
         jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)

@@ -21,7 +21,7 @@ from .gradients import Loss, differentiate, results_of_replica, rows_of
 
 
 class Nonfinite(NamedTuple):
-    """A replica with a gradient that is not finite: the rows (of its process's batch) that cause it, the parameters."""
+    """A replica whose gradient is not finite, with the rows (of its process's batch) and the parameters concerned."""
 
     replica: int
     device: Device

@@ -197,7 +197,7 @@ def _hold_static(args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, .
 
 
 def _without_nodes(call: tuple[Any, ...]) -> tuple[Tree, list[Any]]:
-    """Returns a call without its NNX objects, and these; if there is no other, an `nnx.State` is none: it is state."""
+    """Returns a call without its NNX objects, and these; the variables of an `nnx.State` count only next to others."""
     found = take_nodes(call, states=False)
     return take_nodes(call) if found[1] else found
 
@@ -353,7 +353,7 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
             ]
             # Replicated operands are the same on all replicas, except keys among the inputs, which are folded.
             known = [
-                ReplicaValue(False, None, 1 << i)
+                ReplicaValue(varying=False, sources=1 << i)
                 if i < signature.first_input
                 else ReplicaValue(not isinstance(leaf, Whole) or is_key(x))
                 for i, (x, leaf) in enumerate(zip(values, signature.leaves, strict=True))
@@ -363,7 +363,7 @@ def _call_of(step_fn: Callable[..., Any], out_axes: Any, reduce_state: Reduce, d
             replicas, args, _ = signature.fill(numbered(values, known))
             donated, held = replicas
             whole: dict[int, Tree] = {**donated, **held.others}
-            first = None if held.graph is None else dim
+            first = None if held.graph is None else dim  # with NNX objects the first result is no state
             marked, kept = mark_results(out, states_of(whole), out_axes, (first, dim), reduce_state)
             updates: Tree = ()
             if held.graph is not None:

@@ -194,10 +194,10 @@ def _trained(apart: Sequence[Numbered], others: Sequence[Numbered]) -> list[Numb
 
 
 def _is_sum(jaxpr: Any, k: Numbered, axis_name: str) -> bool:
-    """Returns True if a leaf is its old value plus something that does not depend on it: a count, a total."""
-    to_it = added(jaxpr, k.old.number, k.number)
-    alone = [ReplicaValue(False, None, int(i == k.old.number)) for i in range(len(jaxpr.in_avals))]
-    return to_it is not None and not any(v.sources for v in varying(jaxpr, alone, axis_name, to_it))
+    """Returns True if a leaf is a count or a total: its old value plus something that does not depend on that value."""
+    addends = added(jaxpr, k.old.number, k.number)
+    inputs = [ReplicaValue(varying=False, sources=int(i == k.old.number)) for i in range(len(jaxpr.in_avals))]
+    return addends is not None and not any(v.sources for v in varying(jaxpr, inputs, axis_name, addends))
 
 
 def _is_key(x: Any) -> bool:

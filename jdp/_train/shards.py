@@ -83,11 +83,9 @@ class ShardedParams(NamedTuple):
         return self._replace(leaves=jax.lax.optimization_barrier((self.leaves, number))[0]) if self.adds_first else self
 
     def function(self, jaxpr: Any, shapes: Tree, forms: Forms) -> Callable[..., Any]:
-        """Returns the function of this jaxpr, except that it takes the tree `differentiated`, not the whole arrays."""
-        name = self.signature.axis_name
-        gather_of = (
-            gather_of_pairs(name) if self.adds_first else summing_gather(name, self.sent_as, self.divisor(forms))
-        )
+        """Returns the function of this jaxpr, except that it takes the tree of `differentiated()` and gathers it."""
+        over, divisor = self.signature.axis_name, self.divisor(forms)
+        gather_of = gather_of_pairs(over) if self.adds_first else summing_gather(over, self.sent_as, divisor)
         cut = [(x, axis) for x, axis in zip(self.leaves, self.axes, strict=True) if axis >= 0]
         refuse_constants(jaxpr, cut, self.mesh)
 

@@ -108,7 +108,7 @@ def first_state(
     numbers = None
     if at.is_fully_addressable and trace_state_clean():
         params, others, key = jax.device_put(given, where, may_alias=False)  # no program has to be compiled
-        numbers = filled_with(jaxpr)
+        numbers = filled_with(jaxpr)  # None if an array is not filled with one number
     else:  # device_put copies no array of several processes
         params, others, key = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=where)(given)
     leaves, treedef = jax.tree.flatten((shapes.step, shapes.opt_state))
@@ -130,7 +130,7 @@ def thawed(variables: Mapping[str, Tree]) -> dict[str, Tree]:
 
 
 def in_containers_of(reference: Tree, tree: Tree) -> Tree:
-    """Returns a tree in the containers of another with the same paths: Flax gives plain dicts for ordered ones."""
+    """Returns `tree` in the containers of `reference`, if both have the same paths: Flax returns plain dicts."""
     leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(reference)]
     return jax.tree.structure(reference).unflatten(map(leaves.get, paths)) if leaves.keys() == {*paths} else tree
@@ -329,9 +329,9 @@ def update(
 
 
 def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
-    """Returns the updates that the transformation makes, and its state after; `value` is passed if it takes that.
+    """Returns the updates that the transformation makes, and its new state; `value` is passed if it takes that.
 
-    This cannot be seen in advance: `optax.chain` takes any argument, and passes it on to its parts that take more.
+    Only a call shows it: `optax.chain` takes any argument, and passes it on to its parts with extra arguments.
     """
     run = optax.with_extra_args_support(tx).update
     if _clips_each_row(opt_state):
@@ -390,7 +390,7 @@ def _refuse_other_parameters(tx: Any, opt_state: Tree, params: Tree, error: Exce
 
 
 def _clips_each_row(opt_state: Tree) -> bool:
-    """Returns True if it holds the state of DP-SGD. optax.contrib is not imported, because that takes a while."""
+    """Returns True if an optimizer's state holds DP-SGD's. Its type is not imported: optax.contrib takes a while."""
 
     def is_one(x: Any) -> bool:
         return type(x).__name__ == "DifferentiallyPrivateAggregateState"
@@ -442,7 +442,7 @@ def no_rows(verb: str) -> ValueError:
     )
 
 
-def view_of_state(state: Tree) -> Tree:
+def inexact_arrays_of(state: Tree) -> Tree:
     """Returns the inexact arrays of the state that the loss updates, by path: no counts, no keys."""
     tree = state if isinstance(state, Mapping) else nnx.as_pure(state.variables)
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -1,4 +1,4 @@
-"""`TrainStep`, the training step for variables, and `Step`, which has what it shares with the step of an NNX module."""
+"""`TrainStep`, the training step for variables, and `Step`, the base class of `TrainStep` and `NNXTrainStep`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Step(Generic[Last]):
 
     @property
     def last(self) -> Last | None:
-        """The state that `init` or the last step returned (NNX: its metrics), to go on with after Ctrl-C; else None.
+        """The state that `init` or the last step returned (NNX: the metrics), to go on with after Ctrl-C, or None.
 
         An interrupt may come after the old state was freed and before the caller has the new one: this is the new one.
         For NNX, the model and its optimizer are both as the step with these metrics left them. The step object keeps
@@ -349,7 +349,7 @@ class TrainStep(Step[TrainState]):
 
     def _ready(self, state: TrainState, batch: Tree, donates: bool = False) -> Ready:
         """Returns the operands of a step. If it donates the state, arrays that no step made are copied first."""
-        if not isinstance(state, TrainState):  # the arguments may be in the other order: said before the batch is cut
+        if not isinstance(state, TrainState):  # first, because a caller may have passed (batch, state)
             raise no_state(state)
         scattered, nodes = self._scattered(batch)
         if nodes:
@@ -366,7 +366,7 @@ class TrainStep(Step[TrainState]):
         if is_new:
             refuse_no_arrays(state)
             check_differentiable(VERB, state.params, "state.params")
-        if is_new or self._program.inner_shardings is not self._inner_shardings:  # it has seen another state since
+        if is_new or self._program.inner_shardings is not self._inner_shardings:  # of another state
             self._program.note_shardings(state.params, state.state)
         if is_new:
             state = self._program.placed(with_dtypes_of(self._shapes, state), owned)
@@ -375,7 +375,7 @@ class TrainStep(Step[TrainState]):
 
     @contextlib.contextmanager
     def _program_of(self, state: TrainState, batch: Tree) -> Iterator[tuple[Program, TrainState, Scattered]]:
-        """Yields the program of a step on this state, and its operands. The next step has the program that it had."""
+        """Yields the program of a step on this state, and its operands. Then the step gets its own program back."""
         own = self._program
         try:
             state, scattered, _, _ = self._ready(state, batch)

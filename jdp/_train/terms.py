@@ -47,7 +47,7 @@ class Term:
 
     def __mul__(self, factor: Any) -> Term:
         if not is_number(factor) or jnp.ndim(factor) or jnp.iscomplexobj(factor):
-            what = f"a jdp.{type(factor).__name__}" if isinstance(factor, Term) else f"{described(factor)}"
+            what = f"a jdp.{type(factor).__name__}" if isinstance(factor, Term) else described(factor)
             raise TypeError(f"jdp.{type(self).__name__}: it is multiplied or divided by {what}; {FACTORS}.")
         mine = _parts_of_term(self)
         return Combination(tuple(f * factor for f in mine.factors), mine.terms)

@@ -112,7 +112,7 @@ def value_and_grad(
         raise TypeError(f"jdp.{VERB}: loss_fn is a {type(loss_fn).__name__}; it is called. Pass a function.")
     known_criterion, made_for = checked_criterion(criterion, VERB), None
     if criterion is not None:
-        # Known by identity, as loss_fn is: equal ones may compute different losses. The token is freed with it.
+        # Known by identity, as loss_fn is: equal ones may compute different losses. It alone keeps the token alive.
         known_criterion, token = made_once(criterion, (VERB, "criterion"), lambda stand_in: (stand_in, lambda: None))
         made_for = weakref.ref(token)
     options = GradOptions(
@@ -256,7 +256,7 @@ class GradOptions(NamedTuple):
     reduce_dtype: Any
     sync_batch_norm: bool
     criterion: Any
-    made_for: weakref.ref[Any] | None  # what is freed with the criterion, so that its programs are, too
+    made_for: weakref.ref[Any] | None  # a token that is freed with the criterion, and frees its programs
 
 
 def _argument_numbers(argnums: Any) -> tuple[tuple[int, Any], ...]:
@@ -333,7 +333,7 @@ def _program_of(config: Config, loss_fn: Callable[..., Any], options: GradOption
 
 
 def _in_replica(loss_fn: Callable[..., Any], options: GradOptions, kind: str) -> Callable[..., Any]:
-    """Returns the gradient function for a call inside of another replica's program: it takes what is there."""
+    """Returns the gradient function for a call inside of a replica's program: JAX's own, of the rows that it gets."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
