@@ -115,7 +115,7 @@ class Forms:
     def divisor(self, counts: Sequence[Marked], weight: float, layout: Layout) -> Any:
         """Returns the divisor for the sum of the loss's gradients over all rows; None if the loss is no mean."""
         if self.has_shares(layout):
-            return 1.0  # with None a deterministic step would scale the sum down before it is sent in a narrow dtype
+            return 1.0  # not None, because of `_divisor` in balanced_sum.py
         return counts[0].value if self.each[0].kind == "ratio" else weight if self.is_mean else None
 
 

@@ -99,12 +99,13 @@ def gradients(
             (diff, before), _, _ = signature.fill(values)
             is_cut = any(isinstance(leaf, Shard) for leaf in signature.leaves)
             cut = axes_of_shards(signature) if is_cut else jax.tree.map(lambda _: -1, diff)
-            shards = ShardedParams.of(signature, diff, cut, sent, steps > 1) if is_cut else None
+            shards = ShardedParams.of(signature, diff, cut, sent, steps > 1, loss.is_backward) if is_cut else None
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             sums, grads, row_grads = added.sums
             out, counts = added.forms.marked(sums, added.rows, weight)
-            # In a second pass the cotangents are those of the finished loss, so there is nothing left to divide.
-            over = None if loss.is_backward else added.forms.divisor(counts, weight, signature.layout)
+            # In a second pass the cotangents are those of the finished loss. There is nothing left to divide; with None
+            # a deterministic step would scale the sum down before it is sent in a narrow dtype.
+            over = 1.0 if loss.is_backward else added.forms.divisor(counts, weight, signature.layout)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
                 dtype, narrow = param.dtype, sent(param.dtype)

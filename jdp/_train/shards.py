@@ -33,17 +33,19 @@ class ShardedParams(NamedTuple):
     signature: Signature
     sent_as: Callable[[Any], Any]  # a gradient's dtype to the one sent; None: unchanged
     adds_first: bool  # whether the gradients of all microbatches are added before the sum over the replicas
+    is_finished: bool  # whether they are gradients of the finished loss, as in a second pass
 
     @staticmethod
     def of(
-        signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], adds_first: bool
+        signature: Signature, diff: Tree, axes: Tree, sent_as: Callable[[Any], Any], adds_first: bool, is_finished: bool
     ) -> ShardedParams | None:
         """Returns the shards, or None if all parameters are gathered already."""
         if not signature.holds_shards:
             return None
         leaves, treedef = jax.tree.flatten(diff)
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(diff)]
-        return ShardedParams(leaves, names, jax.tree.leaves(axes), treedef, signature, sent_as, adds_first)
+        of_leaves = leaves, names, jax.tree.leaves(axes), treedef
+        return ShardedParams(*of_leaves, signature, sent_as, adds_first, is_finished)
 
     @property
     def mesh(self) -> ReplicaMesh:
@@ -55,7 +57,7 @@ class ShardedParams(NamedTuple):
         It makes the sum over the replicas roughly a mean, so that it does not overflow.
         """
         layout = self.signature.layout
-        if forms.has_shares(layout):
+        if self.is_finished or forms.has_shares(layout):
             return 1.0
         return float(self.mesh.size if forms.is_mean else sum(layout.sizes))
 

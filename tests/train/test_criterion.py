@@ -625,6 +625,20 @@ def test_gradients_may_travel_in_bfloat16():
         np.testing.assert_allclose(got, grad, rtol=0, atol=2**-6 * np.abs(grad).max(initial=1e-3))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"shard_params": True}, {"accumulate_steps": 2}, {"deterministic": True}], ids=str)
+def test_small_gradients_travel_in_float16_as_they_are(options):
+    """They are those of the finished loss, so that to divide them by the rows would make them 0."""
+    x, weight = np.full((4096, 4), 1e-3, np.float32), np.ones(4, np.float32)
+    dp = jdp.DataParallel(lambda v, x: x * v["params"], range(4))
+    step = dp.train_step(
+        dp.module, optax.sgd(1.0), criterion=lambda out, x: 0.2 * out.mean(), reduce_dtype=jnp.float16, **options
+    )
+    state, _ = step(step.init({"params": weight}), x)
+    np.testing.assert_allclose(1 - np.asarray(state.params), 5e-5, rtol=2e-3)
+
+
+
 def test_a_step_that_is_not_finite_is_skipped(same):
     step = wrapper(2).train_step(of_batch, SGD, criterion=criterion_of_batch, skip_nonfinite=True)
     state, metrics = step(step.init({"params": PARAMS}), {"x": X[:7] * np.nan, "y": Y[:7]})
