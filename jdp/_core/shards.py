@@ -111,7 +111,7 @@ def params_of(replicas: Tree) -> Tree:
         replicas = replicas[0]
     if not hasattr(replicas, "graph"):
         return replicas
-    # The stand-in of an NNX module has no leaves; a function's parameters are beside the NNX objects that it takes.
+    # The stand-in of an NNX module has no leaves; a function has parameters as well as NNX objects.
     return replicas.others if jax.tree.leaves(replicas.others) else replicas.variables
 
 
