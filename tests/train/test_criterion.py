@@ -638,7 +638,6 @@ def test_small_gradients_travel_in_float16_as_they_are(option, steps):
     np.testing.assert_allclose(1 - np.asarray(state.params), 5e-5, rtol=2e-3)
 
 
-
 def test_a_step_that_is_not_finite_is_skipped(same):
     step = wrapper(2).train_step(of_batch, SGD, criterion=criterion_of_batch, skip_nonfinite=True)
     state, metrics = step(step.init({"params": PARAMS}), {"x": X[:7] * np.nan, "y": Y[:7]})
