@@ -246,6 +246,7 @@ def differentiate(
     function, jaxpr = _to_differentiate(value, loss, (whole, *rest), signature, replica, shards)
     of_diff = lambda diff, chosen: function(diff, chosen, part, state)  # noqa: E731
     number, pull, (forms, sums, stacked, after) = jax.vjp(of_diff, taken, chosen, has_aux=True)
+    after = as_before(after, state)
     if not loss.is_backward:
         traced = traces.get(0) if jaxpr is None and not loss.rows else None
         # The loss returns the total and the count of a `jdp.Mean` first; `value` returns one more number before them.
@@ -257,7 +258,7 @@ def differentiate(
     grads = pull(jnp.asarray(cotangent, number.dtype))
     if factor != 1:
         grads = jax.tree.map(lambda g: g * jnp.asarray(factor, g.dtype), grads)
-    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, as_before(after, state), forms)
+    return ReplicaResults(([*map(jnp.asarray, sums)], *grads), stacked, after, forms)
 
 
 def _to_differentiate(
