@@ -97,6 +97,9 @@ def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
     if isinstance(x, jax.Array):  # an array of keys; all others are numpy's
         return jnp.take(x, rows, axis)
     out = aligned((*x.shape[:axis], len(rows), *x.shape[axis + 1 :]), x.dtype)
+    if not (x.flags.c_contiguous and x.flags.aligned):  # np.take would copy all of it first
+        out[...] = x[(slice(None),) * axis + (rows,)]
+        return out
     return np.take(x, rows, axis, out, mode="clip")  # in any other mode numpy fills a buffer first
 
 

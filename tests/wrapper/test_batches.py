@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 
 import jax
@@ -192,6 +193,20 @@ def test_a_file_in_memory(tmp_path):
     np.save(tmp_path / "x.npy", X)
     found = DP.batches(np.load(tmp_path / "x.npy", mmap_mode="r"), 4, seed=1)
     equal(found, [X[rows] for rows in reference(11, 4, 1)])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_batch_of_strided_data_copies_no_other_rows(axis):
+    data = np.arange(2.0**20, dtype=np.float32).reshape(1024, 1024)[::2, ::2]
+    batches = jdp.DataParallel(lambda w, x: x, devices=[0], dim=axis).batches(data, 4, seed=1, size=0)
+    tracemalloc.start()
+    try:
+        batch = next(iter(batches))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(jdp.gather(batch, dim=axis), data.take(reference(512, 4, 1)[0], axis))
+    assert most < data.nbytes / 8
 
 
 def test_axes_are_those_of_the_call():
