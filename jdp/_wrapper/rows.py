@@ -54,7 +54,7 @@ class Columns:
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
         how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
-        self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
+        self._arrays = [x if is_key(x) or getattr(x, "weak_type", False) else np.asarray(x) for x in arrays]
         if not self._layout.is_cut:
             raise ValueError(
                 f"jdp.{VERB}: data is a {type(data).__name__} that holds no array with rows; an epoch has one at "
@@ -94,7 +94,7 @@ def _refuse_strings(data: Tree, count: int) -> None:
 
 
 def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
-    if isinstance(x, jax.Array):  # an array of keys; all others are numpy's
+    if isinstance(x, jax.Array):  # of keys or of a weak type; all others are numpy's
         return jnp.take(x, rows, axis)
     out = aligned((*x.shape[:axis], len(rows), *x.shape[axis + 1 :]), x.dtype)
     if not (x.flags.c_contiguous and x.flags.aligned):  # np.take would copy all of it first

@@ -209,6 +209,13 @@ def test_a_batch_of_strided_data_copies_no_other_rows(axis):
     assert most < data.nbytes / 8
 
 
+def test_weak_types_stay_weak():
+    data = {"x": jnp.full(11, 1.5), "scale": jnp.asarray(2.0)}
+    for k, batch in enumerate(DP.batches(data, 4)):
+        got = jdp.DataParallel(lambda w, b: w * b["x"] * b["scale"], DP.devices)(jnp.bfloat16(3), batch)
+        assert got.dtype == jnp.bfloat16 and got.tolist() == [9.0] * len(range(11)[4 * k : 4 * k + 4])
+
+
 def test_axes_are_those_of_the_call():
     dp = jdp.DataParallel(lambda w, x, table: x * w, devices=range(4), in_axes=(1, None), out_axes=1)
     for k, (x, table) in zip((0, 4, 8), dp.batches((X.T, np.ones(3)), 4), strict=True):
