@@ -184,7 +184,7 @@ def _is_array_of_numbers(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(y, _NUMBERS) or _is_array_of_numbers(y) for y in x)
 
 
-_NUMBERS = (bool, int, float, np.number, np.bool_)
+_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 def _array(x: Any, name: Callable[[], str]) -> np.ndarray:

@@ -234,6 +234,7 @@ ROWS = {
     "named": (lambda i: Pair(X[i], {"y": np.int32(i)}), lambda r: Pair(X[r], {"y": Y[r]})),
     "dicts": (lambda i: {"x": jnp.asarray(X[i]), "y": i}, lambda r: {"x": X[r], "y": Y[r]}),
     "lists of numbers": (lambda i: {"ids": [[i, 1]]}, lambda r: {"ids": np.stack([[[i, 1]] for i in r])}),
+    "lists of complex": (lambda i: [1j, i], lambda r: np.stack([[1j, i] for i in r]).astype(np.complex64)),
     "lists of arrays": (lambda i: [X[i], np.float16(i)], lambda r: [X[r], r.astype(np.float16)]),
     "None beside": (lambda i: (X[i], None), lambda r: (X[r], None)),
 }
