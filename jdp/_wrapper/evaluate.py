@@ -58,7 +58,7 @@ def evaluate(dp: Wrapper[object], metrics_fn: Callable[..., Mapping[str, Any]], 
 
     Returns:
         The dict, with values on the host. A mean is a float, or a numpy array if its total is an array. A sum is
-        an int or a float, or a numpy array: integers are added in 64 bits, floats in float64. Entries per row come back
+        an int or a float, or a numpy array. The sums of the batches are added in 64 bits. Entries per row come back
         as one numpy array, with their dtype, in the order of the data; with several processes, each gets the entries
         of its own rows, and all other values are the same everywhere.
 
