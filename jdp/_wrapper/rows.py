@@ -95,7 +95,8 @@ def _refuse_strings(data: Tree, count: int) -> None:
 
 def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
     if isinstance(x, jax.Array):  # of keys or of a weak type; all others are numpy's
-        return jnp.take(x, rows, axis)
+        with jax.transfer_guard("allow"):  # `rows` are on the host
+            return jnp.take(x, rows, axis)
     out = aligned((*x.shape[:axis], len(rows), *x.shape[axis + 1 :]), x.dtype)
     if not (x.flags.c_contiguous and x.flags.aligned):  # np.take would copy all of it first
         out[...] = x[(slice(None),) * axis + (rows,)]

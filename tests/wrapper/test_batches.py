@@ -216,6 +216,17 @@ def test_weak_types_stay_weak():
         assert got.dtype == jnp.bfloat16 and got.tolist() == [9.0] * len(range(11)[4 * k : 4 * k + 4])
 
 
+@pytest.mark.parametrize("data", [jax.random.split(jax.random.key(0), 11), jnp.full(11, 1.5)], ids=["keys", "weak"])
+def test_rows_of_an_array_on_a_device_are_taken_under_a_transfer_guard(data):
+    before = jax.config.jax_transfer_guard
+    jax.config.update("jax_transfer_guard", "disallow")  # a context would not reach the threads
+    try:
+        found = [batch.sizes for batch in DP.batches(data, 4, seed=0)]
+    finally:
+        jax.config.update("jax_transfer_guard", before)
+    assert sum(map(sum, found)) == 11
+
+
 def test_axes_are_those_of_the_call():
     dp = jdp.DataParallel(lambda w, x, table: x * w, devices=range(4), in_axes=(1, None), out_axes=1)
     for k, (x, table) in zip((0, 4, 8), dp.batches((X.T, np.ones(3)), 4), strict=True):
