@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class Columns:
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
         how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
-        self._arrays = [x if is_key(x) or getattr(x, "weak_type", False) else np.asarray(x) for x in arrays]
+        self._arrays = [_as_indexed(x) for x in arrays]
         if not self._layout.is_cut:
             raise ValueError(
                 f"jdp.{VERB}: data is a {type(data).__name__} that holds no array with rows; an epoch has one at "
@@ -91,6 +92,15 @@ def _refuse_strings(data: Tree, count: int) -> None:
                 f"batch would have all of them. Pass np.arange({count}) in its place, which comes with the rows, and "
                 f"index the list with it."
             )
+
+
+def _as_indexed(x: Any) -> Any:
+    """Returns an array as numpy's; keys and weak types, which numpy does not have, stay JAX's, on one device."""
+    is_numpys = not is_key(x) and not getattr(x, "weak_type", False)
+    return np.asarray(x) if is_numpys else jax.device_put(x, min(x.devices(), key=_ID))
+
+
+_ID = operator.attrgetter("id")
 
 
 def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:

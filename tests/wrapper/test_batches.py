@@ -209,11 +209,14 @@ def test_a_batch_of_strided_data_copies_no_other_rows(axis):
     assert most < data.nbytes / 8
 
 
-def test_weak_types_stay_weak():
-    data = {"x": jnp.full(11, 1.5), "scale": jnp.asarray(2.0)}
-    for k, batch in enumerate(DP.batches(data, 4)):
+@pytest.mark.parametrize("spec", [None, "i"])
+def test_weak_types_stay_weak_wherever_they_lie(devices, spec):
+    where = jax.sharding.NamedSharding(jax.make_mesh((1 if spec is None else 2,), ("i",)), jax.P(spec))
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 12), where)
+    data = {"x": jax.device_put(jnp.full(12, 1.5), where), "scale": jnp.asarray(2.0), "keys": keys}
+    for batch in DP.batches(data, 4, seed=0):
         got = jdp.DataParallel(lambda w, b: w * b["x"] * b["scale"], DP.devices)(jnp.bfloat16(3), batch)
-        assert got.dtype == jnp.bfloat16 and got.tolist() == [9.0] * len(range(11)[4 * k : 4 * k + 4])
+        assert got.dtype == jnp.bfloat16 and got.tolist() == [9.0] * 4
 
 
 @pytest.mark.parametrize("data", [jax.random.split(jax.random.key(0), 11), jnp.full(11, 1.5)], ids=["keys", "weak"])
