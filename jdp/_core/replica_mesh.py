@@ -211,7 +211,9 @@ def _mesh_of_devices(
 
 
 def mesh_of(verb: str, devices: Devices) -> ReplicaMesh:
-    return make_mesh(resolve_devices(verb, devices))
+    """Returns the mesh of these devices; a mesh of one axis among jax's keeps its name, as `DataParallel` does."""
+    found = resolve_devices(verb, devices)
+    return make_mesh(found, *devices.axis_names) if isinstance(devices, Mesh) else make_mesh(found)
 
 
 _on_meshes: weakref.WeakKeyDictionary[Any, tuple[ReplicaMesh, int | None]] = weakref.WeakKeyDictionary()

@@ -25,7 +25,7 @@ def run_script(
     try:
         call(run)
     except SystemExit as end:
-        return f"ended with code {end.code}", None
+        return f"ended with code {end.code or 0}", None
     except Exception as error:
         return f"raised {type(error).__name__} ({(str(error).strip().splitlines() or [''])[0]})", error
     finally:

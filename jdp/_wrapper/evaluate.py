@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ def evaluate(dp: Wrapper[object], metrics_fn: Callable[..., Mapping[str, Any]], 
 
     Returns:
         The dict, with values on the host. A mean is a float, or a numpy array if its total is an array. A sum is
-        an int or a float, or a numpy array: integers are added in 64 bits, floats in float64. Entries per row come back
+        an int or a float, or a numpy array. The sums of the batches are added in 64 bits. Entries per row come back
         as one numpy array, with their dtype, in the order of the data; with several processes, each gets the entries
         of its own rows, and all other values are the same everywhere.
 
@@ -222,6 +223,7 @@ def _added_up(results: Iterable[tuple[Scattered, float]]) -> dict[str, Any]:
     for found, of_batch in results:
         *arrays, forms = join(found, None)
         summed, entries = ([np.asarray(x) for x in part] for part in arrays)
+        forms = dataclasses.replace(forms, each=tuple(map(_without_dtypes, forms.each)))
         now = forms, list(_metric_shapes(forms, iter(summed), iter(entries)))
         if first is None:
             first, sums, rows = now, [0] * len(summed), [[] for _ in entries]
@@ -241,6 +243,11 @@ def _added_up(results: Iterable[tuple[Scattered, float]]) -> dict[str, Any]:
         ]
     _, metrics = jax.tree.unflatten(forms.treedef, values)
     return metrics
+
+
+def _without_dtypes(form: Form) -> Form:
+    """Returns the form without the dtypes of sums: those on the host are of 64 bits, whatever each batch has."""
+    return form if form.axis is not None else form._replace(dtype=None, parts=tuple(map(_without_dtypes, form.parts)))
 
 
 def _refuse_others(first: tuple[Forms, list[list[Any]]], later: tuple[Forms, list[list[Any]]]) -> None:
@@ -281,7 +288,8 @@ _FORMS = {"mean": "a mean", "ratio": "a jdp.Mean", "sum": "a jdp.Sum", "combinat
 
 def _described(form: Form, shapes: list[Any]) -> str:
     if form.axis is None:
-        return f"{_FORMS[form.kind]} of shape {shapes[0]}"
+        parts = f" ({' + '.join(_FORMS[part.kind] for part in form.parts[1::2])})" if form.parts else ""
+        return f"{_FORMS[form.kind]}{parts} of shape {' and '.join(map(str, dict.fromkeys(shapes)))}"
     return f"an array of {form.dtype} with an entry of shape {shapes[0]} for each row, along axis {form.axis}"
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from .._core.devices import DeviceLike, Devices, named_once, refuse_alone, resolve_devices, resolve_output
+from .._core.inputs import checked_dim
 from .._core.layout import Tree
 from .._core.programs import made_once
 from .._core.scattered import Scattered, children
@@ -65,8 +68,10 @@ def data_parallel(
         raise TypeError(
             f"jdp.data_parallel: kwargs is a {type(kwargs).__name__}; keyword arguments have names. Pass a dict."
         )
-    key = (resolve_devices("data_parallel", devices), resolve_output("data_parallel", output_device), dim)
-    refuse_alone("data_parallel", key[0])
+    found = resolve_devices("data_parallel", devices)
+    refuse_alone("data_parallel", found)
+    where = devices if isinstance(devices, Mesh) else found  # a mesh has a name for its axis, too
+    key = (where, resolve_output("data_parallel", output_device), checked_dim("data_parallel", dim))
     linen_module = module_of(apply_fn)
     if linen_module is None:
         dp = made_once(apply_fn, key, lambda weak: DataParallel(weak, *key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class Columns:
         leaves = [numpy_of(x, VERB) if is_tensor(x) else x for x in leaves]
         how = Cutting(config.mesh.own, config.dim, VERB, "data", axes=axes_of_batch(config, data))
         arrays, self._layout, *_ = prepare(treedef.unflatten(leaves), how)
-        self._arrays = [x if is_key(x) else np.asarray(x) for x in arrays]
+        self._arrays = [_as_indexed(x) for x in arrays]
         if not self._layout.is_cut:
             raise ValueError(
                 f"jdp.{VERB}: data is a {type(data).__name__} that holds no array with rows; an epoch has one at "
@@ -93,10 +94,23 @@ def _refuse_strings(data: Tree, count: int) -> None:
             )
 
 
+def _as_indexed(x: Any) -> Any:
+    """Returns an array as numpy's; keys and weak types, which numpy does not have, stay JAX's, on one device."""
+    is_numpys = not is_key(x) and not getattr(x, "weak_type", False)
+    return np.asarray(x) if is_numpys else jax.device_put(x, min(x.devices(), key=_ID))
+
+
+_ID = operator.attrgetter("id")
+
+
 def _taken(x: Any, rows: np.ndarray, axis: int) -> Any:
-    if isinstance(x, jax.Array):  # an array of keys; all others are numpy's
-        return jnp.take(x, rows, axis)
+    if isinstance(x, jax.Array):  # of keys or of a weak type; all others are numpy's
+        with jax.transfer_guard("allow"):  # `rows` are on the host
+            return jnp.take(x, rows, axis)
     out = aligned((*x.shape[:axis], len(rows), *x.shape[axis + 1 :]), x.dtype)
+    if not (x.flags.c_contiguous and x.flags.aligned):  # np.take would copy all of it first
+        out[...] = x[(slice(None),) * axis + (rows,)]
+        return out
     return np.take(x, rows, axis, out, mode="clip")  # in any other mode numpy fills a buffer first
 
 
@@ -181,7 +195,7 @@ def _is_array_of_numbers(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(y, _NUMBERS) or _is_array_of_numbers(y) for y in x)
 
 
-_NUMBERS = (bool, int, float, np.number, np.bool_)
+_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 def _array(x: Any, name: Callable[[], str]) -> np.ndarray:

@@ -162,3 +162,12 @@ def test_a_numpy_array_that_is_changed_later_changes_nothing(devices, make, n):
     found = jax.block_until_ready(make(w, devices[:n]))
     w[:] = 1
     assert not np.asarray(found).any()
+
+
+def test_a_mesh_keeps_the_name_of_its_axis(devices):
+    mesh = jax.sharding.Mesh(np.array(devices[:4]), ("batch",))
+    w, dp = jdp.replicate({"w": np.float32(2)}, mesh), jdp.DataParallel(lambda w, x: w["w"] * x, mesh)
+    assert dp.replicate(w, dp.devices) is w  # each call would move it
+    x = np.arange(10, dtype=np.float32)
+    out = jdp.parallel_apply(lambda w, x: w["w"] * jax.lax.pmax(x.max(), "batch"), w, jdp.scatter(x[:8], mesh))
+    assert jdp.gather(out).tolist() == [14.0] * 4 and dp(w, jdp.scatter(x, mesh)).tolist() == (2 * x).tolist()

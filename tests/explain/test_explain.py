@@ -294,6 +294,14 @@ def test_arrays_and_shapes_give_one_report(dp):
         assert len({getattr(r, name) for r in reports}) == 1, name
 
 
+def test_arguments_of_numpy_that_are_no_arrays_of_numbers_are_taken_as_in_a_call(devices):
+    dp = jdp.DataParallel(lambda w, x, name: w * x if name == "a" else x, devices)
+    x = np.ones((8, 2), np.float32)
+    assert jdp.explain(dp.apply, np.float32(1), x, np.str_("a")).flops == dp(np.float32(1), x, np.str_("a")).size / 8
+    with pytest.raises(TypeError, match=r"args\[1\] is an array of dtype <U1; devices hold numbers"):
+        jdp.explain(dp.apply, np.float32(1), x, np.array(["a"] * 8))
+
+
 def test_nnx(devices):
     class Net(nnx.Module):
         def __init__(self, rngs):

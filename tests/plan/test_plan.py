@@ -113,6 +113,7 @@ def test_the_step_of_an_nnx_model_is_found(script):
     [
         ("x = 1 / 0", r"raised ZeroDivisionError \(division by zero\) before a training step", "line 1, in <module>"),
         ("import sys; sys.exit(3)", "ended with code 3 before", ""),
+        ("import sys; sys.exit()", "ended with code 0 before", ""),
         ("print('no step here')", "ended before a training step", "no step here"),
     ],
 )

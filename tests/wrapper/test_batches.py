@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 
 import jax
@@ -194,6 +195,41 @@ def test_a_file_in_memory(tmp_path):
     equal(found, [X[rows] for rows in reference(11, 4, 1)])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_batch_of_strided_data_copies_no_other_rows(axis):
+    data = np.arange(2.0**20, dtype=np.float32).reshape(1024, 1024)[::2, ::2]
+    batches = jdp.DataParallel(lambda w, x: x, devices=[0], dim=axis).batches(data, 4, seed=1, size=0)
+    tracemalloc.start()
+    try:
+        batch = next(iter(batches))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(jdp.gather(batch, dim=axis), data.take(reference(512, 4, 1)[0], axis))
+    assert most < data.nbytes / 8
+
+
+@pytest.mark.parametrize("spec", [None, "i"])
+def test_weak_types_stay_weak_wherever_they_lie(devices, spec):
+    where = jax.sharding.NamedSharding(jax.make_mesh((1 if spec is None else 2,), ("i",)), jax.P(spec))
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 12), where)
+    data = {"x": jax.device_put(jnp.full(12, 1.5), where), "scale": jnp.asarray(2.0), "keys": keys}
+    for batch in DP.batches(data, 4, seed=0):
+        got = jdp.DataParallel(lambda w, b: w * b["x"] * b["scale"], DP.devices)(jnp.bfloat16(3), batch)
+        assert got.dtype == jnp.bfloat16 and got.tolist() == [9.0] * 4
+
+
+@pytest.mark.parametrize("data", [jax.random.split(jax.random.key(0), 11), jnp.full(11, 1.5)], ids=["keys", "weak"])
+def test_rows_of_an_array_on_a_device_are_taken_under_a_transfer_guard(data):
+    before = jax.config.jax_transfer_guard
+    jax.config.update("jax_transfer_guard", "disallow")  # a context would not reach the threads
+    try:
+        found = [batch.sizes for batch in DP.batches(data, 4, seed=0)]
+    finally:
+        jax.config.update("jax_transfer_guard", before)
+    assert sum(map(sum, found)) == 11
+
+
 def test_axes_are_those_of_the_call():
     dp = jdp.DataParallel(lambda w, x, table: x * w, devices=range(4), in_axes=(1, None), out_axes=1)
     for k, (x, table) in zip((0, 4, 8), dp.batches((X.T, np.ones(3)), 4), strict=True):
@@ -212,6 +248,7 @@ ROWS = {
     "named": (lambda i: Pair(X[i], {"y": np.int32(i)}), lambda r: Pair(X[r], {"y": Y[r]})),
     "dicts": (lambda i: {"x": jnp.asarray(X[i]), "y": i}, lambda r: {"x": X[r], "y": Y[r]}),
     "lists of numbers": (lambda i: {"ids": [[i, 1]]}, lambda r: {"ids": np.stack([[[i, 1]] for i in r])}),
+    "lists of complex": (lambda i: [1j, i], lambda r: np.stack([[1j, i] for i in r]).astype(np.complex64)),
     "lists of arrays": (lambda i: [X[i], np.float16(i)], lambda r: [X[r], r.astype(np.float16)]),
     "None beside": (lambda i: (X[i], None), lambda r: (X[r], None)),
 }

@@ -84,6 +84,18 @@ def test_functional_form_equals_the_function(n):
     np.testing.assert_allclose(dp.apply(LINEAR, x), want, rtol=1e-6)
 
 
+def test_functional_form_takes_the_name_of_a_meshs_axis_and_a_dim_that_is_an_int(devices):
+    def centred(w, x):
+        return w * x - lax.pmean(x.mean(), "batch")
+
+    x, mesh = ROWS[:8], jax.sharding.Mesh(np.array(devices[:4]), ("batch",))
+    np.testing.assert_allclose(jdp.data_parallel(centred, WEIGHT, x, mesh), WEIGHT * x - x.mean(), rtol=1e-5, atol=1e-6)
+    for dim in ([0], 0.0, True):
+        jdp.data_parallel(linear, LINEAR, x)
+        with pytest.raises(TypeError, match=r"jdp\.data_parallel: dim is .*Pass an int"):
+            jdp.data_parallel(linear, LINEAR, x, dim=dim)
+
+
 def test_devices_none_is_all_devices(devices):
     dp = jdp.DataParallel(linear)
     assert list(dp.devices) == devices

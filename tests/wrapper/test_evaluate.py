@@ -248,6 +248,19 @@ def changing(batch):
 
 
 TWO = [{"x": ROWS[:9], "y": LABELS[:9]}, {"x": ROWS[9:20]}]
+
+
+def mean_of(x):
+    return jdp.Mean(x.sum(), x.size)
+
+
+@pytest.mark.parametrize("form", [jnp.mean, mean_of, lambda x: jdp.Sum(x.sum()), lambda x: mean_of(x) + 1.0])
+def test_a_sum_may_have_another_dtype_in_each_batch(form):
+    dp, batches = jdp.DataParallel(lambda w, x: x, range(2)), [np.array([1, 2], np.float32), np.array([4], np.float16)]
+    found = [dp.evaluate(lambda w, x: {"a": form(x)}, 1.0, b) for b in (batches, [x.astype(float) for x in batches])]
+    assert found[0] == found[1]
+
+
 BAD = {
     "no dict": (TypeError, lambda b: b["x"].mean(), "returns an array alone; each metric has a name. Return a dict"),
     "a standard deviation": (TypeError, lambda b: {"std": b["x"].std()}, r"\['std'\] is a scalar.*Return an entry for"),
@@ -270,6 +283,11 @@ BAD = {
         ValueError,
         lambda b: {"a": b["x"] if "y" in b else b["x"][:, :2]},
         r"metrics\['a'\] is an array of float32 with an entry of shape \(5,\) .*\(2,\)",
+    ),
+    "another term": (
+        ValueError,
+        lambda b: {"a": jdp.Sum(b["x"].sum()) + (jdp.Sum(b["x"].sum()) if "y" in b else mean_of(b["x"]))},
+        r"metrics\['a'\] is .* \(a jdp\.Sum \+ a jdp\.Sum\) of .* later .* \(a jdp\.Sum \+ a jdp\.Mean\) of",
     ),
     "another total": (
         ValueError,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from ..._core.inputs import is_array
 from ..._core.layout import Cut, Layout, Stack, Tree
 from ..._core.programs import FlatProgram, ReplicaProgram, intercept
 from ..._core.replica_mesh import ReplicaMesh, make_mesh, replica_mesh
@@ -78,7 +79,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return isinstance(x, nnx.Pytree)
 
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one)
-    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
+    arrays = {i: x for i, x in enumerate(leaves) if is_array(x) or isinstance(x, jax.ShapeDtypeStruct)}
 
     # A tracer does not know its array's sharding, so parameters that are cut (in the first argument) are marked here.
     first = len(jax.tree.leaves(args[0], is_leaf=is_one)) if args and _takes_parameters(fn, args[0]) else 0

@@ -64,7 +64,7 @@ class Report:
     devices: int
     processes: int
     rows: tuple[int, ...]
-    """Rows of the batch on each replica that has any."""
+    """Rows of the batch on each device (in a mesh, each replica) that has any."""
     work: Work
     """What the busiest device computes; `flops` and `bytes` are its numbers."""
     parameter_bytes: int
