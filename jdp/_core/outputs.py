@@ -127,10 +127,12 @@ def refuse_other_axes(
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
     """Returns True if another axis than `dim` may hold the rows, or if `dim` may hold those of several arrays.
 
-    If `dim` has their number, it is taken to hold them.
+    If `dim` alone has their number, it is taken to hold them.
     """
-    if not rows or not -len(shape) <= dim < len(shape) or shape[dim] == rows:
+    if not rows or not -len(shape) <= dim < len(shape):
         return False
+    if shape[dim] == rows:
+        return shape.count(rows) > 1
     return any(size and size % rows == 0 for size in shape)
 
 

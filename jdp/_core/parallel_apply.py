@@ -218,7 +218,7 @@ def _call_of_function(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
             mine = signature.values_of_replica(operands, replica)
             out, kwargs = of(mine)
             layout = signature.layout
-            if layout.is_cut and len(layout.rows) > 1 and not replica:
+            if layout.is_cut and len(layout.rows) > 1 and layout.used[:1] == (replica,):
                 axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
                 rows, dim = layout.rows[replica], layout.dim
                 refuse_other_axes(gathered(out, kwargs), lambda *x: gathered(*of(x)), mine, axes, rows, dim)

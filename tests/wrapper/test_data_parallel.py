@@ -1328,7 +1328,7 @@ TURNED = {
 
 
 @pytest.mark.parametrize("name", TURNED)
-@pytest.mark.parametrize("rows", [16, 14])
+@pytest.mark.parametrize("rows", [16, 14, 20])  # of 20 each replica has 5, as many as there are columns
 def test_rows_along_another_axis_than_outputs_are_joined_along(name, rows):
     """torch puts them out of order; jdp names out_axes."""
     w, x = np.ones((3, 5), np.float32), np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
@@ -1339,6 +1339,12 @@ def test_rows_along_another_axis_than_outputs_are_joined_along(name, rows):
     axes = {"y": 0, "turned": 1} if name == "one of two" else 1
     found = jdp.DataParallel(TURNED[name], range(4), out_axes=axes)(w, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, TURNED[name](w, x))
+
+
+def test_rows_along_another_axis_if_the_primary_is_idle():
+    x = jdp.scatter(np.ones((12, 2), np.float32), range(4), chunk_sizes=(0, 4, 4, 4))
+    with pytest.raises(ValueError, match="which are along axis 1"):
+        jdp.DataParallel(lambda w, x: (x * w).T, range(4))(np.float32(1), x)
 
 
 JOINED = {
