@@ -307,7 +307,9 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
         for column, is_cut in zip(columns, cut, strict=True)
     ]
     whole, axes = zip(*leaves, strict=True) if leaves else ((), ())
-    sizes = (*rows.pop(), *[0] * (n - len(trees))) if rows else None
+    sizes = None  # nothing is cut: the model runs once
+    if rows or any(axis is STACKED for axis in axes):
+        sizes = (*(rows.pop() if rows else [1] * len(trees)), *[0] * (n - len(trees)))
     tree = jax.tree.unflatten(flat[0][1], whole)
     return split(tree, how._replace(sizes=sizes, axes=jax.tree.unflatten(flat[0][1], axes)))
 

@@ -344,11 +344,12 @@ def _chunk_rows(
     if came and mesh.spans_processes:
         return came[0].sizes
     n = mesh.size * how.per_device
+    is_stacked = not cut and any(isinstance(spec, Stack) for spec in specs)  # one entry for each replica, and no rows
     if how.sizes is not None:
-        return given_sizes(how.sizes, rows, n)
+        return given_sizes(how.sizes, sum(how.sizes) if is_stacked else rows, n)
     if cut:
         return chunk_sizes(rows, n)
-    return (1,) * (n if any(isinstance(spec, Stack) for spec in specs) else 1)
+    return (1,) * (n if is_stacked else 1)
 
 
 def as_scattered(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:

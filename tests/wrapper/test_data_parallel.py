@@ -1532,6 +1532,18 @@ def test_chunks_of_a_subclass_keep_their_own_values(count):
     assert len({*found.tolist()}) == count
 
 
+class OfNumbers(OfLists):
+    """Its scatter returns a number for each of some devices, and no rows."""
+
+    def scatter(self, inputs, kwargs, devices):
+        return [(value,) for value in OWN], [{}] * len(OWN)
+
+
+def test_numbers_of_a_subclass_are_as_many_as_it_returns():
+    OWN[:] = np.float32([1, 2])
+    assert OfNumbers(lambda w, x: w * x, devices=range(4))(np.float32(3), None).tolist() == [3, 6]
+
+
 @pytest.mark.parametrize("values", [(1, 2), ("a", "b"), (1, True), (None, 1)])
 def test_python_values_of_a_subclass_are_the_same_for_all(values):
     dp = OfLists(lambda w, x, s: w * x, devices=range(2))
