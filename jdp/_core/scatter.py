@@ -340,6 +340,12 @@ def _chunk_rows(
                 f"jdp.{how.verb}: {name(cut[0][2])} has {rows} rows, what is scattered already has {sum(sizes)}; all "
                 f"inputs are cut in the same way. Scatter them together."
             )
+        n = mesh.size * how.per_device
+        if how.sizes is not None and given_sizes(how.sizes, sum(sizes), n) != (*sizes, *[0] * (n - len(sizes))):
+            raise ValueError(
+                f"jdp.{how.verb}: chunk_sizes is {tuple(how.sizes)}, and what is scattered already has chunks {sizes}; "
+                f"it stays as it was cut. Leave chunk_sizes out, or pass what jdp.gather makes of it."
+            )
         return sizes
     if came and mesh.spans_processes:
         return came[0].sizes
