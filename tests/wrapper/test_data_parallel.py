@@ -1,5 +1,6 @@
 """DataParallel of Linen modules and plain functions: `dp(params, x) == module(params, x)`."""
 
+import importlib
 import collections
 import dataclasses
 import gc
@@ -1299,6 +1300,13 @@ def test_axes_that_do_not_fit_name_what_they_do_not_fit():
     dp = jdp.DataParallel(lambda w, x: x, range(2), in_axes=({"z": 0},))
     with pytest.raises(ValueError, match=r"in_axes does not fit the arguments, whose tree is .*prefix"):
         dp(np.float32(1), NUMBERS)
+
+
+def test_a_sparse_output_is_refused_also_with_out_axes():
+    sparse = importlib.import_module("jax.experimental.sparse")
+    dp = jdp.DataParallel(lambda w, x: sparse.BCOO.fromdense(x, nse=2), range(2), out_axes=0)
+    with pytest.raises(TypeError, match=r"output is a BCOO; .*Return x\.todense\(\)"):
+        dp(np.float32(1), np.ones((2, 2), np.float32))
 
 
 def test_a_dict_whose_keys_do_not_compare_is_refused_at_every_door(refused):
