@@ -429,6 +429,8 @@ def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signatu
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
     shapes = shapes, tuple(type(leaf.value) for leaf in statics)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
+    if len(values) == _MANY_VALUES:  # it has warned, and keeps no more of the user's values alive
+        return
     values.add(statics)
     if len(values) == _MANY_VALUES:
         named = [pair for x in layouts for pair in zip(paths_in(x.treedef), x.leaves, strict=True)]
