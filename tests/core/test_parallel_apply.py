@@ -797,6 +797,17 @@ def test_an_output_that_is_no_array_is_refused(refused, devices, size, leaf):
         run(lambda _, x: {"y": x, "aux": (x, leaf)}, None, rows(size), devices[:2])
 
 
+def test_numpy_s_arrays_among_outputs_are_taken_as_those_among_inputs_are(refused, same, devices):
+    big = np.arange(2).astype(">i4")
+    same(jdp.gather(run(lambda _, x: (x, big), None, rows(3), devices[:2])), (rows(3), np.int32([0, 1, 0, 1])))
+    for value, error, match in (
+        (np.array([2**40]), OverflowError, r"output\[1\] holds 1099511627776; integers here are int32"),
+        (np.ma.masked_array([1.0], [True]), TypeError, r"output\[1\] is a numpy.ma.MaskedArray.*x\.filled"),
+    ):
+        with refused(error, "parallel_apply", match):
+            run(lambda _, x, value=value: (x, value), None, rows(3), devices[:2])
+
+
 @pytest.mark.parametrize(
     "fn, match",
     [
