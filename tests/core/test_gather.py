@@ -141,7 +141,10 @@ def test_a_list_over_the_devices_is_cut_leaf_by_leaf(same, devices):
     same(words, np.uint32([7, 7]))
     same(narrow, np.concatenate([leaves[2]] * 2, 1))
     assert [x.addressable_shards[0].data.shape for x in (wide, words, narrow)] == [(2, 3), (1,), (2, 1)]
-    same(jdp.gather([{"a": rows(3), "b": jnp.zeros(1)}] * 2, "sharded"), {"a": np.tile(rows(3), 2), "b": np.zeros(2, "f")})
+    same(
+        jdp.gather([{"a": rows(3), "b": jnp.zeros(1)}] * 2, "sharded"),
+        {"a": np.tile(rows(3), 2), "b": np.zeros(2, "f")},
+    )
 
 
 def test_a_list_that_begins_with_an_array_of_the_host(same, devices):

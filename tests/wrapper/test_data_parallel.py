@@ -1,9 +1,9 @@
 """DataParallel of Linen modules and plain functions: `dp(params, x) == module(params, x)`."""
 
-import importlib
 import collections
 import dataclasses
 import gc
+import importlib
 import sys
 import threading
 import types
