@@ -750,7 +750,7 @@ def test_the_model_is_called_once_per_shape():
         @nn.compact
         def __call__(self, x, train=False):
             calls.append(x.shape)
-            return nn.Dense(2)(x)
+            return nn.Dense(5)(x)  # of a square output it would look where the rows are, in one more call
 
     dp = jdp.DataParallel(Counting(), devices=range(4))
     variables = dp.init(jax.random.key(0), ROWS[:4])
