@@ -304,6 +304,6 @@ def _host_words(x: Any) -> tuple[Any, Any]:
     if x.dtype == np.complex128:
         x = np.stack([x.real, x.imag], axis=-1)
     if x.dtype.itemsize != 8:
-        return _words(jnp.asarray(x))
+        return _words(jnp.asarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))))
     pairs = np.frombuffer(x.astype(x.dtype.newbyteorder("<")).tobytes(), "<u4").reshape(*x.shape, 2)
     return pairs[..., 0], pairs[..., 1]

@@ -217,7 +217,7 @@ def gather_list(outputs: Sequence[Tree], device: Device | str | None, dim: int) 
                     f"jdp.gather: {name(k)} has dtype {first.dtype} on device 0 and {x.dtype} on device {i}; "
                     f"dtypes must agree. Cast them."
                 )
-        home = device_of(first) if device is None or device == "sharded" else device
+        home = device_of(column) if device is None or device == "sharded" else device
         if home is not None:
             column = put_all(column, home)
         if not first.ndim:
@@ -266,12 +266,11 @@ def _checked_output(x: Any, verb: str, name: str) -> Any:
     return converted.astype(jax.dtypes.canonicalize_dtype(converted.dtype), copy=False)
 
 
-def device_of(x: Any) -> Device | None:
-    """Returns the device of a concrete jax array (the first of several); None for numpy arrays and under jit."""
-    value = concrete(x)
-    if not isinstance(value, jax.Array):
-        return None
-    return min(value.sharding.device_set, key=lambda d: d.id)
+def device_of(arrays: Sequence[Any]) -> Device | None:
+    """Returns the (first) device of the first concrete jax array; None if all are numpy's, and under jit."""
+    values = (concrete(x) for x in arrays)
+    found = next((x.sharding.device_set for x in values if isinstance(x, jax.Array)), ())
+    return min(found, key=lambda d: d.id, default=None)
 
 
 def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, replicas: int | None) -> Scattered:
@@ -308,7 +307,9 @@ def scatter_list(trees: Sequence[Tree], mesh: ReplicaMesh, dim: int, root: str, 
         for column, is_cut in zip(columns, cut, strict=True)
     ]
     whole, axes = zip(*leaves, strict=True) if leaves else ((), ())
-    sizes = (*rows.pop(), *[0] * (n - len(trees))) if rows else None
+    sizes = None  # nothing is cut: the model runs once
+    if rows or any(axis is STACKED for axis in axes):
+        sizes = (*(rows.pop() if rows else [1] * len(trees)), *[0] * (n - len(trees)))
     tree = jax.tree.unflatten(flat[0][1], whole)
     return split(tree, how._replace(sizes=sizes, axes=jax.tree.unflatten(flat[0][1], axes)))
 
@@ -340,8 +341,17 @@ def _are_equal(x: Any, y: Any) -> bool:
 
 
 def _spread(outputs: Sequence[Tree], whole: Tree, dim: int) -> Tree:
-    """Cuts a gathered tree over the devices that the trees came from: `output_device="sharded"`."""
-    devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of(x)) is not None))
+    """Cuts a gathered tree over the devices that the trees came from, where rows divide: `output_device="sharded"`."""
+    devices = tuple(dict.fromkeys(d for x in jax.tree.leaves(list(outputs)) if (d := device_of([x])) is not None))
     if not devices:
         return whole
-    return join(split(whole, Cutting(make_mesh(devices), dim, "gather", "outputs")), "sharded")
+    mesh = make_mesh(devices)
+
+    def spread(x: Any) -> Any:
+        axis = dim % x.ndim  # 0 for a vector of 0-d outputs, whatever dim is
+        to = mesh.replicated if x.shape[axis] % mesh.size else mesh.along(axis)
+        if not isinstance(x, Tracer):
+            return jax.device_put(x, to)
+        return x if concrete(x) is None else reshard(jax.device_put(x, mesh.replicated), to)
+
+    return jax.tree.map(spread, whole)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import row_traces
-from .inputs import is_array, is_sparse, way_out
+from .inputs import classify, is_array, is_sparse, refuse_wrapped, way_out
 from .layout import Cut, Layout, Leaf, Shard, Stack, Tree, Whole, is_key
 from .replica_mesh import HALVES, ReplicaMesh
 from .scattered import Scattered
@@ -60,15 +60,10 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
     """Returns, as `Outputs`, what a replica's call returned: arrays, treedef and one rule for each array."""
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_sparse)  # the buffers of a sparse array are no rows
     marks = [leaf if isinstance(leaf, Marked) else Marked(leaf, layout.dim) for leaf in leaves]
-    rules = []
+    values, rules = [], []
     for i, mark in enumerate(marks):
         value, axis, over = mark.value, mark.axis, mark.over
-        if not isinstance(value, jax.Array) and not is_array(value):
-            way = "Leave it out" if isinstance(value, str) or callable(value) else f"Return {way_out(value)}"
-            raise TypeError(
-                f"jdp.parallel_apply: {output_path(treedef, i)} is a {type(value).__name__}; outputs are arrays with "
-                f"rows, because they are gathered from all replicas. {way}."
-            )
+        values.append(value if isinstance(value, jax.Array) else _as_output(value, treedef, i))
         if mark.alone is not None and len(layout.used) > 1:
             raise ValueError(mark.alone)
         if axis is not None and not value.ndim:
@@ -87,7 +82,21 @@ def returned(out: Tree, layout: Layout, operands: Sequence[Any]) -> Outputs:
         old = next((j for j, x in enumerate(operands) if x is mark.old), None)
         reduce: Reduce = "same" if value is mark.old else mark.reduce  # not changed, so equal everywhere
         rules.append(dataclasses.replace(mark, value=None, axis=axis, reduce=reduce, old=old, over=over, alone=None))
-    return Outputs([mark.value for mark in marks], treedef, tuple(rules), layout)
+    return Outputs(values, treedef, tuple(rules), layout)
+
+
+def _as_output(value: Any, treedef: Any, i: int) -> Any:
+    """Returns output i, no jax array, in a form that JAX takes; raises an error if there is none of the same value."""
+    path = functools.partial(output_path, treedef, i)
+    if not is_array(value):
+        way = "Leave it out" if isinstance(value, str) or callable(value) else f"Return {way_out(value)}"
+        raise TypeError(
+            f"jdp.parallel_apply: {path()} is a {type(value).__name__}; outputs are arrays with rows, because they "
+            f"are gathered from all replicas. {way}."
+        )
+    value = classify(value, "parallel_apply", path)[1]
+    refuse_wrapped(value, "parallel_apply", path)
+    return value
 
 
 def refuse_other_axes(
@@ -127,10 +136,12 @@ def refuse_other_axes(
 def _may_be_elsewhere(shape: tuple[int, ...], rows: int, dim: int) -> bool:
     """Returns True if another axis than `dim` may hold the rows, or if `dim` may hold those of several arrays.
 
-    If `dim` has their number, it is taken to hold them.
+    If `dim` alone has their number, it is taken to hold them.
     """
-    if not rows or not -len(shape) <= dim < len(shape) or shape[dim] == rows:
+    if not rows or not -len(shape) <= dim < len(shape):
         return False
+    if shape[dim] == rows:
+        return shape.count(rows) > 1
     return any(size and size % rows == 0 for size in shape)
 
 

@@ -219,7 +219,7 @@ def _call_of_function(fn: Callable[..., Tree], gathered: OutputsOf) -> CallOf:
             mine = signature.values_of_replica(operands, replica)
             out, kwargs = of(mine)
             layout = signature.layout
-            if layout.is_cut and len(layout.rows) > 1 and not replica:
+            if layout.is_cut and len(layout.rows) > 1 and layout.used[:1] == (replica,):
                 axes = [leaf.axis if isinstance(leaf, Cut) else None for leaf in signature.leaves]
                 rows, dim = layout.rows[replica], layout.dim
                 refuse_other_axes(gathered(out, kwargs), lambda *x: gathered(*of(x)), mine, axes, rows, dim)
@@ -430,6 +430,8 @@ def _warn_new_values(seen: dict[Any, set[Any]], operands: Sequence[Any], signatu
     shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in operands)
     shapes = shapes, tuple(type(leaf.value) for leaf in statics)
     values = seen.setdefault((shapes, tuple((x.treedef, x.arrays) for x in layouts)), set())
+    if len(values) == _MANY_VALUES:  # it has warned, and keeps no more of the user's values alive
+        return
     values.add(statics)
     if len(values) == _MANY_VALUES:
         named = [pair for x in layouts for pair in zip(paths_in(x.treedef), x.leaves, strict=True)]

@@ -122,11 +122,11 @@ def _of_list(outputs: Sequence[Tree], target: Any, everywhere: bool) -> Tree:
                 raise ValueError(_differ(path(), "size", list(column[0].shape), list(x.shape)))
             if x.dtype != column[0].dtype:
                 raise ValueError(_differ(path(), "dtype", column[0].dtype, x.dtype))
-        home = device_of(column[0]) if target is None else target
+        home = device_of(column) if target is None else target
         moved = column if home is None else [jax.device_put(x, home) for x in column]
         total = jnp.asarray(functools.reduce(operator.add, moved))
         if everywhere:
-            devices = tuple(dict.fromkeys(d for x in column if (d := device_of(x)) is not None))
+            devices = tuple(dict.fromkeys(d for x in column if (d := device_of([x])) is not None))
             if devices:
                 total = jax.device_put(total, make_mesh(devices).replicated)
         sums.append(total)

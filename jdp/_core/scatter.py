@@ -340,15 +340,22 @@ def _chunk_rows(
                 f"jdp.{how.verb}: {name(cut[0][2])} has {rows} rows, what is scattered already has {sum(sizes)}; all "
                 f"inputs are cut in the same way. Scatter them together."
             )
+        n = mesh.size * how.per_device
+        if how.sizes is not None and given_sizes(how.sizes, sum(sizes), n) != (*sizes, *[0] * (n - len(sizes))):
+            raise ValueError(
+                f"jdp.{how.verb}: chunk_sizes is {tuple(how.sizes)}, and what is scattered already has chunks {sizes}; "
+                f"it stays as it was cut. Leave chunk_sizes out, or pass what jdp.gather makes of it."
+            )
         return sizes
     if came and mesh.spans_processes:
         return came[0].sizes
     n = mesh.size * how.per_device
+    is_stacked = not cut and any(isinstance(spec, Stack) for spec in specs)  # one entry for each replica, and no rows
     if how.sizes is not None:
-        return given_sizes(how.sizes, rows, n)
+        return given_sizes(how.sizes, sum(how.sizes) if is_stacked else rows, n)
     if cut:
         return chunk_sizes(rows, n)
-    return (1,) * (n if any(isinstance(spec, Stack) for spec in specs) else 1)
+    return (1,) * (n if is_stacked else 1)
 
 
 def as_scattered(arrays: Sequence[Any], layout: Layout, place: bool = True) -> Scattered:

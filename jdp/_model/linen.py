@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.fingerprint import compare_processes
 from .._core.global_arrays import put
-from .._core.inputs import axes_of, is_array, is_unbound_axis
+from .._core.inputs import axes_of, is_array, is_unbound_axis, no_further
 from .._core.layout import Tree, is_key
 from .._core.outputs import Marked, Reduce
 from .._core.parallel_apply import mapped, replica_context
@@ -36,7 +36,7 @@ def mark_outputs(out: Tree, out_axes: Tree) -> Tree:
     """Returns the outputs, each marked with its axis of `out_axes`; unchanged if `out_axes` is None."""
     if out_axes is None:
         return out
-    leaves, treedef = jax.tree.flatten(out)
+    leaves, treedef = jax.tree.flatten(out, is_leaf=no_further)
     axes = axes_of(out_axes, out, what="out_axes")
     return jax.tree.unflatten(treedef, [Marked(x, axis) for x, axis in zip(leaves, axes, strict=True)])
 

@@ -75,11 +75,12 @@ def with_nodes(
     """Returns `function` for `Held` parameters: it returns its result, and the updates of the objects."""
 
     def call(replicas: Held, /, *args: Any, **kwargs: Any) -> Tree:
-        nodes = own_nodes(replicas.graph, [fold_state(state, axis_name) for state in replicas.variables])
+        folded = [fold_state(state, axis_name) for state in replicas.variables]
+        nodes = own_nodes(replicas.graph, folded)
         params, args, kwargs = put_nodes((replicas.others, args, kwargs), nodes)
         with lost_attributes(nodes):
             out = function(params, *args, **kwargs)
-        return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters)
+        return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters, folded)
 
     return call
 
@@ -223,14 +224,22 @@ def fold_state(state: Tree, axis_name: str) -> Tree:
 
 
 def mark_updates(
-    state: Tree, before: Sequence[Tree], reduce: Reduce, filters: Sequence[tuple[Filter, int]] = ()
+    state: Tree,
+    before: Sequence[Tree],
+    reduce: Reduce,
+    filters: Sequence[tuple[Filter, int]] = (),
+    folded: Sequence[Tree] = (),
 ) -> Tree:
-    """Returns the variables that have changed, each leaf with its rule; `before` has the parts of the old state."""
+    """Returns the variables that have changed, each leaf with its rule; `before` has the parts of the old state.
+
+    `folded` has them with the keys that the replica began with. Without it, keys are not returned.
+    """
     known = {path: v for part in before for path, v in nnx.to_flat_state(part)}
+    entered = {path: v for part in folded for path, v in nnx.to_flat_state(part)}
     updates = []
     for path, after in nnx.to_flat_state(state):
         old = known.get(path)
-        if isinstance(after, nnx.RngKey):
+        if isinstance(after, nnx.RngKey) and (path not in entered or _unchanged(entered[path], after)):
             continue  # a folded key is one replica's; only the counts go back
         if old is not None and _unchanged(old, after):
             continue

@@ -69,6 +69,12 @@ def test_it_is_the_definition_in_plain_integers(dtype):
         assert fingerprint([jnp.asarray(x)]).tolist() == [reference(x)]
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.float32, np.float64, np.complex64])
+def test_the_order_of_bytes_in_memory_does_not_matter(dtype):
+    x = values(dtype)
+    assert fingerprint([x.astype(x.dtype.newbyteorder(">"))]).tolist() == [reference(x)]
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4, 5)], ids=str)
 def test_every_rank_and_no_elements(shape):

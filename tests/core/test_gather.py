@@ -132,6 +132,28 @@ def test_a_list_of_numpy_arrays_along_any_dim(same, dim):
     same(jdp.gather((a, b), dim=dim), np.concatenate([a, b], dim))
 
 
+def test_a_list_over_the_devices_is_cut_leaf_by_leaf(same, devices):
+    """0-d outputs, whatever dim is, outputs of other numbers of rows, and two words that are no key."""
+    leaves = rows(2, 3), np.uint32(7), rows(2, 1)
+    trees = [jax.device_put(leaves, device) for device in devices[:2]]
+    wide, words, narrow = jdp.gather(trees, "sharded", dim=1)
+    same(wide, np.concatenate([leaves[0]] * 2, 1))
+    same(words, np.uint32([7, 7]))
+    same(narrow, np.concatenate([leaves[2]] * 2, 1))
+    assert [x.addressable_shards[0].data.shape for x in (wide, words, narrow)] == [(2, 3), (1,), (2, 1)]
+    same(
+        jdp.gather([{"a": rows(3), "b": jnp.zeros(1)}] * 2, "sharded"),
+        {"a": np.tile(rows(3), 2), "b": np.zeros(2, "f")},
+    )
+
+
+def test_a_list_that_begins_with_an_array_of_the_host(same, devices):
+    some = [rows(2), *(jax.device_put(rows(2), device) for device in devices[1:3])]
+    same(jdp.gather(some), np.tile(rows(2), 3))
+    same(jdp.reduce_add(some), 3 * rows(2))
+    assert jdp.gather(some).devices() == jdp.reduce_add(some).devices() == {devices[1]}
+
+
 def test_a_list_of_one(same):
     same(jdp.gather([Pair(rows(2), np.float32(3))]), Pair(rows(2), np.float32([3])))
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ import pytest
 from jax import lax
 
 import jdp
+from jdp._core.parallel_apply import _warn_new_values
 from jdp._core.programs import MOST_HELD, made_once
 
 
@@ -795,6 +797,17 @@ def test_an_output_that_is_no_array_is_refused(refused, devices, size, leaf):
         run(lambda _, x: {"y": x, "aux": (x, leaf)}, None, rows(size), devices[:2])
 
 
+def test_numpy_s_arrays_among_outputs_are_taken_as_those_among_inputs_are(refused, same, devices):
+    big = np.arange(2).astype(">i4")
+    same(jdp.gather(run(lambda _, x: (x, big), None, rows(3), devices[:2])), (rows(3), np.int32([0, 1, 0, 1])))
+    for value, error, match in (
+        (np.array([2**40]), OverflowError, r"output\[1\] holds 1099511627776; integers here are int32"),
+        (np.ma.masked_array([1.0], [True]), TypeError, r"output\[1\] is a numpy.ma.MaskedArray.*x\.filled"),
+    ):
+        with refused(error, "parallel_apply", match):
+            run(lambda _, x, value=value: (x, value), None, rows(3), devices[:2])
+
+
 @pytest.mark.parametrize(
     "fn, match",
     [
@@ -866,3 +879,13 @@ def test_an_update_in_another_dtype_on_idle_replicas():
     for rows in (8, 5):
         _, after = dp.apply(variables, np.ones(rows, np.float32), mutable=["stats"])
         assert after["stats"]["mean"].dtype == jnp.bfloat16 and float(after["stats"]["mean"]) == 1
+
+
+def test_of_the_values_that_it_warns_about_it_keeps_a_few():
+    """A server that passes a new number with each call compiles each time, but does not grow without end."""
+    seen = {}
+    with pytest.warns(UserWarning, match="for the 4th time") as record:
+        for i in range(9):
+            called = SimpleNamespace(layouts=(jdp.scatter((i,), [0])._layout,), verb="parallel_apply")
+            _warn_new_values(seen, [], called, "fn")
+    assert len(record) == 1 and [len(values) for values in seen.values()] == [4]

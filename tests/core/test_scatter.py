@@ -475,6 +475,13 @@ def test_chunk_sizes_that_do_not_fit_are_refused(refused, devices, sizes, match)
         jdp.scatter(rows(5), devices[:2], chunk_sizes=sizes)
 
 
+def test_chunk_sizes_of_what_is_scattered_already(refused, devices):
+    s = jdp.scatter(rows(5), devices[:4])
+    assert jdp.scatter((s,), devices[:4], chunk_sizes=(2, 2, 1, 0)).sizes == s.sizes
+    with refused(ValueError, "scatter", r"chunk_sizes is \(1, 2, 1, 1\), .*already has chunks \(2, 2, 1\)"):
+        jdp.scatter((s,), devices[:4], chunk_sizes=(1, 2, 1, 1))
+
+
 @pytest.mark.parametrize("sizes", [(0.9, 4.7), (True, 4), (None, 5), 5, np.array(5), "ab"], ids=repr)
 def test_chunk_sizes_that_are_no_ints_are_refused(refused, devices, sizes):
     with refused(TypeError, "scatter", r"chunk_sizes is .*Pass a tuple of ints"):

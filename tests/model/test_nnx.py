@@ -324,6 +324,26 @@ def rng_state(node):
     return np.asarray(keys), counts
 
 
+class Noise(nnx.Module):
+    """Splits its key at each call, and keeps the rest."""
+
+    def __init__(self):
+        self.key = nnx.RngKey(jax.random.key(0), tag="noise")
+
+    def __call__(self, x):
+        key, rest = jax.random.split(self.key[...])
+        self.key.set_value(rest)
+        return x + jax.random.normal(key, x.shape)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_key_that_the_model_itself_changes_comes_back(n):
+    dp, bare = wrap(Noise(), n), Noise()
+    for _ in range(3):
+        np.testing.assert_array_equal(dp(ROWS[: 2 * n])[:2], bare(ROWS[:2]))
+    np.testing.assert_array_equal(rng_state(dp)[0], rng_state(bare)[0])
+
+
 @pytest.mark.full
 def test_replicas_draw_different_masks_and_counts_come_back_but_keys_do_not_change():
     dp, bare = wrap(Dropper(nnx.Rngs(0)), 4), Dropper(nnx.Rngs(0))

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gc
+import importlib
 import sys
 import threading
 import types
@@ -761,7 +762,7 @@ def test_the_model_is_called_once_per_shape():
         @nn.compact
         def __call__(self, x, train=False):
             calls.append(x.shape)
-            return nn.Dense(2)(x)
+            return nn.Dense(5)(x)  # of a square output it would look where the rows are, in one more call
 
     dp = jdp.DataParallel(Counting(), devices=range(4))
     variables = dp.init(jax.random.key(0), ROWS[:4])
@@ -1313,6 +1314,13 @@ def test_axes_that_do_not_fit_name_what_they_do_not_fit():
         dp(np.float32(1), NUMBERS)
 
 
+def test_a_sparse_output_is_refused_also_with_out_axes():
+    sparse = importlib.import_module("jax.experimental.sparse")
+    dp = jdp.DataParallel(lambda w, x: sparse.BCOO.fromdense(x, nse=2), range(2), out_axes=0)
+    with pytest.raises(TypeError, match=r"output is a BCOO; .*Return x\.todense\(\)"):
+        dp(np.float32(1), np.ones((2, 2), np.float32))
+
+
 def test_a_dict_whose_keys_do_not_compare_is_refused_at_every_door(refused):
     dp = jdp.DataParallel(lambda w, x: w, devices=range(2))
     batch = {1: np.ones(4, np.float32), "a": np.ones(4, np.float32)}
@@ -1340,7 +1348,7 @@ TURNED = {
 
 
 @pytest.mark.parametrize("name", TURNED)
-@pytest.mark.parametrize("rows", [16, 14])
+@pytest.mark.parametrize("rows", [16, 14, 20])  # of 20 each replica has 5, as many as there are columns
 def test_rows_along_another_axis_than_outputs_are_joined_along(name, rows):
     """torch puts them out of order; jdp names out_axes."""
     w, x = np.ones((3, 5), np.float32), np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
@@ -1351,6 +1359,12 @@ def test_rows_along_another_axis_than_outputs_are_joined_along(name, rows):
     axes = {"y": 0, "turned": 1} if name == "one of two" else 1
     found = jdp.DataParallel(TURNED[name], range(4), out_axes=axes)(w, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, TURNED[name](w, x))
+
+
+def test_rows_along_another_axis_if_the_primary_is_idle():
+    x = jdp.scatter(np.ones((12, 2), np.float32), range(4), chunk_sizes=(0, 4, 4, 4))
+    with pytest.raises(ValueError, match="which are along axis 1"):
+        jdp.DataParallel(lambda w, x: (x * w).T, range(4))(np.float32(1), x)
 
 
 JOINED = {
@@ -1536,6 +1550,18 @@ def test_chunks_of_a_subclass_keep_their_own_values(count):
     OWN[:] = [jax.random.key(i) for i in range(count)]
     found = np.asarray(draw(np.float32(1), x))
     assert len({*found.tolist()}) == count
+
+
+class OfNumbers(OfLists):
+    """Its scatter returns a number for each of some devices, and no rows."""
+
+    def scatter(self, inputs, kwargs, devices):
+        return [(value,) for value in OWN], [{}] * len(OWN)
+
+
+def test_numbers_of_a_subclass_are_as_many_as_it_returns():
+    OWN[:] = np.float32([1, 2])
+    assert OfNumbers(lambda w, x: w * x, devices=range(4))(np.float32(3), None).tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("values", [(1, 2), ("a", "b"), (1, True), (None, 1)])

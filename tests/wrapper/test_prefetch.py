@@ -97,10 +97,10 @@ def test_no_program_of_its_own():
 
     dp = jdp.DataParallel(model, devices=range(4))
     w = jdp.replicate(WEIGHT, range(4))
-    for scattered in dp.prefetch(batches(3, 8)):
+    for scattered in dp.prefetch(batches(3, 12)):
         dp(w, scattered)
-    dp(w, batches(1, 8)[0])
-    assert calls == [2]
+    dp(w, batches(1, 12)[0])
+    assert calls == [3]
 
 
 def test_it_runs_ahead_but_no_further_than_size():
