@@ -818,6 +818,13 @@ def test_16_bit_gradients_of_any_mean_in_range_are_in_range(one, size, form, dty
     np.testing.assert_allclose(np.float64(grad), np.float64(x[0]), rtol=2**-7)
 
 
+def test_the_count_of_a_term_is_a_number_of_python():
+    w, x = jax.device_put(PARAMS["mid"], NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data"))), X[:4]
+    terms = lambda w, x: jdp.Mean(jnp.sum(x @ w[:8]), x.shape[0]) + jdp.Sum(jnp.sum(w[0]) * 0)  # noqa: E731
+    value = wrapper(2).value_and_grad(terms)(w, x)[0]
+    np.testing.assert_allclose(value, np.sum(x @ PARAMS["mid"][:8]) / 4, rtol=1e-5)
+
+
 def test_replicate_makes_them_whole(same):
     whole = jdp.replicate(cut_params())
     assert_cut(whole, 8, cut=False)
