@@ -23,7 +23,7 @@ from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.callers import source_line
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, reached, replayed, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, equations, reached, replayed, varying
 from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, by_rows
@@ -347,13 +347,16 @@ def has_cotangent(x: Any) -> bool:
 def _check_count(jaxpr: Any, forms: Forms, differentiated: int, at: int) -> None:
     """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows (result `at`).
 
-    It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips.
+    It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips;
+    also if it is computed in float16 or less, where the gradient of a total that is not divided yet may overflow.
     """
     if forms.each[0].kind != "ratio":
         return
     inputs = [i < differentiated for i in range(len(jaxpr.in_avals))]
     depends = reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
-    if depends[at] or not is_backward_linear(jaxpr):
+    computed = (*jaxpr.in_avals[:differentiated], *(v.aval for eqn in equations(jaxpr) for v in eqn.outvars))
+    may_overflow = any(jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).maxexp < 128 for x in computed)
+    if depends[at] or may_overflow or not is_backward_linear(jaxpr):
         raise SeveralTerms
 
 

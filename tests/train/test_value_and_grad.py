@@ -224,6 +224,14 @@ def test_float16_gradients_of_any_mean_in_range_are_in_range(n, steps):
     np.testing.assert_allclose(np.float64([value, grad]), 20000, rtol=2**-9)
 
 
+def test_a_float16_gradient_of_a_total_does_not_overflow():
+    """The gradient of a `jdp.Mean` is divided by the count before it is added up, as on one device."""
+    x = np.full(64, 20000, np.float16)
+    mean = lambda w, x: jdp.Mean(jnp.sum(w * x, dtype=np.float32), x.size)  # noqa: E731
+    value, grad = wrapper(2).value_and_grad(mean)(np.float16(1), x)
+    np.testing.assert_allclose(np.float64([value, grad]), 20000, rtol=2**-9)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_gradients_where_replicas_have_other_numbers_of_microbatches(dtype):
     """5 rows over 4 are chunks of 2, 2 and 1: the last is one microbatch, whose gradient was added to no other."""
