@@ -825,6 +825,17 @@ def test_the_count_of_a_term_is_a_number_of_python():
     np.testing.assert_allclose(value, np.sum(x @ PARAMS["mid"][:8]) / 4, rtol=1e-5)
 
 
+def test_a_refused_state_leaves_the_step_as_it_was():
+    step = wrapper(2).train_step(lambda v, x: jnp.mean(v["params"]["w"] * x), optax.sgd(0.1))
+    state = step.init({"params": {"w": np.ones(4, np.float32)}})
+    cut = {"w": jax.device_put(np.ones(8), NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data")))}
+    with pytest.raises(TypeError, match="key is a int"):
+        step.init({"params": cut}, key=3)
+    with pytest.raises(ValueError, match=r"float32\[8\], float32\[4\] is expected"):
+        step(state.replace(params=cut), np.ones((2, 4), np.float32))
+    assert_cut(step(state, np.ones((2, 4), np.float32))[0].params, 2, cut=False)
+
+
 def test_replicate_makes_them_whole(same):
     whole = jdp.replicate(cut_params())
     assert_cut(whole, 8, cut=False)
