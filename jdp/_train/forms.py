@@ -22,7 +22,8 @@ from .terms import Combination, Mean, Sum, Term, described, is_number, is_term
 class SeveralTerms(Exception):
     """A signal, not an error: the gradient needs the sums over all rows first.
 
-    It is raised if the loss has several denominators, or one that is differentiated.
+    It is raised if the loss has several denominators, or one that is differentiated; also for one denominator in a
+    program with float16, because a gradient that is not divided yet may overflow there.
     """
 
 
