@@ -53,7 +53,8 @@ def run_in_pieces(jaxpr: Any, operands: Sequence[Any], most: int, in_a_loop: boo
         again = jax.checkpoint(run, policy=_keeps(piece), prevent_cse=not alone) if piece.gathered else run
         operands = [sharded[v].value for v in piece.sources], [env[v] for v in given]
         env.update(zip(outs, again(*operands), strict=True))
-    return [read(env, v) for v in jaxpr.jaxpr.outvars]
+    # A number that the program returns as it is stands in the jaxpr as JAX's own type of number, which has no shape.
+    return [jnp.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in jaxpr.jaxpr.outvars]
 
 
 _JITS = {"jit", "pjit", "closed_call", "core_call"}

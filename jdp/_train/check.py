@@ -92,7 +92,7 @@ def _compared(found: Gradients, expected: Gradients, program: Program, narrowest
     parts = [_compared_parts(gradients, program) for gradients in (found, expected)]
     for name, tree, other in zip(names, *parts, strict=True):
         mine, theirs = (jax.tree_util.tree_leaves_with_path(_as_numpy(x)) for x in (tree, other))
-        largest = max([float(np.max(np.abs(x), initial=0.0)) for _, x in theirs if _is_inexact(x)], default=0.0)
+        largest = max([_largest(x) for _, x in theirs if _is_inexact(x)], default=0.0)
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
             least = 1e-3 * largest if name.startswith("gradient") else 0.0
             if line := _difference(a, b, least, narrowest, here):
@@ -137,15 +137,21 @@ def _difference(a: Any, b: Any, least: float, narrowest: float, here: str) -> st
     wide = np.complex128 if np.iscomplexobj(b) else np.float64
     rounding = max(narrowest, float(jnp.finfo(b.dtype).eps)) ** 0.5
     a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
-    scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), least, 1e-6)
-    alike = (np.abs(a - b) <= rounding * scale) | (a == b) | np.isnan(a) & np.isnan(b)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap = np.abs(a - b)
+    alike = (gap <= rounding * max(_largest(b), least, 1e-6)) | (a == b) | np.isnan(a) & np.isnan(b)
     if np.all(alike):
         return ""
     if not b.ndim:
         return f"{_short_value(a)} {here}, {_short_value(b)} on one"
-    worst = np.unravel_index(np.argmax(np.nan_to_num(np.abs(a - b), nan=np.inf)), b.shape)
+    worst = np.unravel_index(np.argmax(np.where(alike, 0, np.nan_to_num(gap, nan=np.inf))), b.shape)
     at = ", ".join(map(str, worst))
     return f"{_short_value(a[worst])} {here}, {_short_value(b[worst])} on one, and most so at [{at}]"
+
+
+def _largest(x: Any) -> float:
+    """Returns the largest absolute value of the finite entries."""
+    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))
 
 
 def _short_value(x: Any) -> str:

@@ -22,7 +22,8 @@ from .terms import Combination, Mean, Sum, Term, described, is_number, is_term
 class SeveralTerms(Exception):
     """A signal, not an error: the gradient needs the sums over all rows first.
 
-    It is raised if the loss has several denominators, or one that is differentiated.
+    It is raised if the loss has several denominators, or one that is differentiated; also for one denominator in a
+    program with float16, because a gradient that is not divided yet may overflow there.
     """
 
 
@@ -261,7 +262,7 @@ def _form_of_loss(x: Any, followed: Followed, at: int, weight: float, name: str)
 
 
 def _form_of_mean(x: Any, weight: float) -> tuple[Form, list[Any]]:
-    return Form("mean", x.dtype), [_at_least_32_bits(x) if weight == 1 else _at_least_32_bits(x) * weight]
+    return Form("mean", x.dtype), [at_least_32_bits(x) if weight == 1 else at_least_32_bits(x) * weight]
 
 
 def _form_of_term(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
@@ -280,8 +281,8 @@ def _form_of_term(x: Any, name: str, followed: Followed, at: int, weight: float)
     total = jnp.asarray(x.total)
     dtype = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else None
     if not isinstance(x, Mean):
-        return Form("sum", dtype), [_at_least_32_bits(total)]
-    return Form("ratio", dtype), [_at_least_32_bits(total), _at_least_32_bits(jnp.asarray(x.count))]
+        return Form("sum", dtype), [at_least_32_bits(total)]
+    return Form("ratio", dtype), [at_least_32_bits(total), at_least_32_bits(jnp.asarray(x.count))]
 
 
 def _form_of_combination(
@@ -322,8 +323,8 @@ def _form_of_combination(
 
 def _form_of_value(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
     """Returns the form of a value that is no term (entries per row, or a mean over the rows), and its summand."""
-    if isinstance(x, float):
-        x = jnp.asarray(x)
+    if is_number(x) and not isinstance(x, jax.Array | int):
+        x = jnp.asarray(x)  # numpy's float64 is often no dtype of JAX's
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
     if isinstance(axis, str):
         raise TypeError(
@@ -355,7 +356,7 @@ def _no_form(x: Any, name: str) -> TypeError:
     )
 
 
-def _at_least_32_bits(x: Any) -> Any:
+def at_least_32_bits(x: Any) -> Any:
     """Converts floats, integers and bools of less than 32 bits to 32 bits, as `jnp.sum` does."""
     dtype = x.dtype
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):

@@ -23,12 +23,12 @@ from .._core.programs import Recent
 from .._core.scattered import Signature
 from .._jax.callers import source_line
 from .._jax.convolutions import canonical
-from .._jax.jaxprs import SAME, VARYING, are_means, reached, replayed, varying
+from .._jax.jaxprs import SAME, VARYING, are_means, equations, reached, replayed, varying
 from .._jax.row_traces import Traced, is_backward_linear, of_any_rows
 from .._model.nnx import Held, enter
 from .._model.sync_batch_norm import apart, by_rows
 from .followed import IN_EVALUATION, IN_TRAINING, ON_BATCH, Followed
-from .forms import Forms, SeveralTerms, forms_of_outputs, forms_of_results, loss_value
+from .forms import Forms, SeveralTerms, at_least_32_bits, forms_of_outputs, forms_of_results, loss_value
 from .shards import ShardedParams, axes_of_shards
 from .state import first_difference
 from .terms import Sum, functions_of_terms_refused
@@ -115,7 +115,7 @@ def gradients(
                 # Gradients of microbatches, and of replicas on one device, are added in 32 bits. Those of a replica
                 # with a single microbatch (it has few rows) are still narrow here.
                 if narrow and (steps > 1 or signature.layout.per_device > 1):
-                    grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+                    grad = at_least_32_bits(grad)
                 axis = cut_along if cut_along != -1 else scatter and scatter(param)
                 return Marked(grad, None, "sum", over=over, wire=narrow, dtype=dtype, scatter=axis)
 
@@ -140,7 +140,7 @@ def sent_as(wire: Any, dtype: Any) -> Any:
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return None
-    return wire or (dtype if dtype.itemsize < 4 else None)
+    return jax.dtypes.canonicalize_dtype(wire) if wire else dtype if dtype.itemsize < 4 else None
 
 
 def results_of_replica(
@@ -348,13 +348,16 @@ def has_cotangent(x: Any) -> bool:
 def _check_count(jaxpr: Any, forms: Forms, differentiated: int, at: int) -> None:
     """Raises `SeveralTerms` for a loss that is a `jdp.Mean`, if its gradient needs the count of all rows (result `at`).
 
-    It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips.
+    It does if the count is differentiated, or if a backward pass of the user's own is not linear, as one that clips;
+    also if it is computed in float16 or less, where the gradient of a total that is not divided yet may overflow.
     """
     if forms.each[0].kind != "ratio":
         return
     inputs = [i < differentiated for i in range(len(jaxpr.in_avals))]
     depends = reached(jaxpr, inputs, lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact))
-    if depends[at] or not is_backward_linear(jaxpr):
+    computed = (*jaxpr.in_avals[:differentiated], *(v.aval for eqn in equations(jaxpr) for v in eqn.outvars))
+    may_overflow = any(jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).maxexp < 128 for x in computed)
+    if depends[at] or may_overflow or not is_backward_linear(jaxpr):
         raise SeveralTerms
 
 
@@ -402,7 +405,7 @@ def accumulate(one: RunMicrobatch, state: Tree, rows: int, size: int, cpu: bool)
     if not rest:
         return done
     last = one(whole, whole * size, rest, done.state)
-    sums = jax.tree.map(jnp.add, done.sums, last.sums)
+    sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), done.sums, last.sums)
     stacked = [jnp.concatenate(x, axis) for *x, axis in zip(done.rows, last.rows, last.forms.axes, strict=True)]
     return last._replace(sums=sums, rows=stacked)
 
@@ -426,11 +429,7 @@ def _scan_microbatches(one: RunMicrobatch, state: Tree, n: int, size: int, cpu: 
         # In the dtype of the sums, which is wider than that of 16-bit gradients.
         return (jax.tree.map(lambda a, b: a + jnp.asarray(b, a.dtype), sums, added.sums), added.state), added.rows
 
-    def zero(x: Any) -> Any:
-        wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, wide))
-
-    start = jax.tree.map(zero, shapes.sums), state
+    start = jax.tree.map(lambda x: at_least_32_bits(jnp.zeros(x.shape, x.dtype)), shapes.sums), state
     (sums, after), stacked = jax.lax.scan(body, start, jnp.arange(n, dtype=jnp.int32))
     # State that no microbatch changes must stay the same array: by that, `returned` knows that replicas agree on it.
     old, treedef = jax.tree.flatten(state)

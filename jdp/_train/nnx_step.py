@@ -243,6 +243,11 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         return self._program.find_nonfinite(state, scattered)
 
     def _ready(self, batch: Tree, donates: bool = False) -> Ready:
+        if self.optimizer.tx is not self._program.tx:
+            raise ValueError(
+                f"jdp.{VERB}: step.optimizer.tx is not the transformation that the step was made with; a step goes on "
+                f"with that one. Make a new step, dp.train_step(loss_fn, step.optimizer)."
+            )
         scattered, nodes = self._scattered(batch)
         params, held = self._replicated(nodes)
         if nodes:  # their state is not donated, so it is kept out of the step's own state

@@ -14,7 +14,7 @@ from .._core.replica_mesh import ReplicaMesh
 from .._core.scattered import Signature
 from .._core.shards import MOST_AT_ONCE, gather_of_pairs, refuse_constants, summing_gather, whole_shape
 from .._jax.pieces import ShardedOperand, run_in_pieces
-from .forms import Forms
+from .forms import Forms, at_least_32_bits
 
 
 def axes_of_shards(signature: Signature) -> Tree:
@@ -65,7 +65,7 @@ class ShardedParams(NamedTuple):
         """Multiplies a sum over the replicas by its `divisor` again, in 32 bits, where it cannot overflow."""
         if self.sent_as(total.dtype) is None:
             return total
-        return total.astype(jnp.promote_types(total.dtype, jnp.float32)) * self.divisor(forms)
+        return at_least_32_bits(total) * self.divisor(forms)
 
     def shapes(self) -> Tree:
         """Returns the tree with the shape of the whole array for each leaf that is cut."""

@@ -195,11 +195,11 @@ class TrainStep(Step[TrainState]):
         variables = thawed(variables)
         check_differentiable(VERB, variables["params"])
         refuse_overwritten(VERB, variables)
-        self._match_shards(variables["params"], "variables['params']")
+        program = self._matching(variables["params"], "variables['params']")
         key = checked_key(key)
         self._check_signature(key is not None)
-        mesh, given, rest = self._program.config.mesh, (variables, key), dict(variables, **{"(key)": key})
-        if self._program.options.shard_params:
+        mesh, given, rest = program.config.mesh, (variables, key), dict(variables, **{"(key)": key})
+        if program.options.shard_params:
             params = sharded(rest.pop("params"), mesh, VERB, "['params']")
             rest = {"params": params, **broadcast(rest, mesh, VERB, "variables")}
         else:
@@ -211,17 +211,17 @@ class TrainStep(Step[TrainState]):
             if not mesh.spans_processes:  # leaves that were just copied from one place are the same everywhere
                 found = jax.tree.map(lambda x, y: y if x is y else None, given, found)
             check_replicas(found, mesh, VERB)
-        self._program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
+        program.note_shardings(variables["params"], {k: x for k, x in variables.items() if k != "params"})
         shapes, jaxpr = first_shapes(self._first, variables, key)
-        check_optimizer(self._program.tx, variables["params"], shapes.opt_state)
+        check_optimizer(program.tx, variables["params"], shapes.opt_state)
         if self._shapes is not None and first_difference(shapes, self._shapes) is not None:
-            self._program.forget()  # ZeRO cuts other shapes along other axes
-        state = first_state(self._first, variables, key, jaxpr, shapes, self._program.shardings(shapes))
-        self._shapes = shapes
+            program.forget()  # ZeRO cuts other shapes along other axes
+        state = first_state(self._first, variables, key, jaxpr, shapes, program.shardings(shapes))
+        self._program, self._shapes = program, shapes
         if not traced:
             check_made_alike({"opt_state": state.opt_state}, mesh, VERB)
             self._results.keep(state, jax.tree.leaves(state))
-            self._inner_shardings = self._program.inner_shardings
+            self._inner_shardings = program.inner_shardings
         return state
 
     def __call__(self, state: TrainState, batch: Tree, *more: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -383,8 +383,8 @@ class TrainStep(Step[TrainState]):
         finally:
             self._program = own
 
-    def _match_shards(self, params: Tree, name: str, before: bool = False) -> None:
-        """Switches to the program for cut parameters if these are cut, or were `before`, or if the caller said so.
+    def _matching(self, params: Tree, name: str, before: bool = False) -> Program:
+        """Returns the program for cut parameters if these are cut, or were `before`, or if the caller said so.
 
         Traced parameters do not show where they lie; for them the program stays as it was.
 
@@ -403,8 +403,7 @@ class TrainStep(Step[TrainState]):
             before = before or bool(self._program.options.shard_params)
         options = resolved(self._options, config, are_cut or before)
         check_shards(options, params, name)
-        if options != self._program.options:
-            self._program = self._program.like(**options._asdict())
+        return self._program if options == self._program.options else self._program.like(**options._asdict())
 
     def _check_signature(self, key: bool) -> None:
         criterion = self._program.loss.criterion
@@ -415,7 +414,7 @@ class TrainStep(Step[TrainState]):
         if are_freed(jax.tree.leaves(state)):
             raise was_donated(state)
         refuse_no_arrays(state)
-        self._match_shards(state.params, "state.params", bool(self._program.options.shard_params))
+        program = self._matching(state.params, "state.params", bool(self._program.options.shard_params))
         shapes = shapes_of(state)
         if self._shapes is None:
             self._check_signature(state.key is not None)
@@ -431,6 +430,7 @@ class TrainStep(Step[TrainState]):
                 f"jdp.{VERB}: state{difference}; a step takes the states of one model and optimizer. Pass a state that "
                 f"step.init made, or one restored into its shape."
             )
+        self._program = program
         if not capturing():  # a state that is only explained does not decide which ones the step takes
             self._shapes = expected
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):

@@ -49,14 +49,14 @@ class Term:
         if not is_number(factor) or jnp.ndim(factor) or jnp.iscomplexobj(factor):
             what = f"a jdp.{type(factor).__name__}" if isinstance(factor, Term) else described(factor)
             raise TypeError(f"jdp.{type(self).__name__}: it is multiplied or divided by {what}; {FACTORS}.")
-        mine = _parts_of_term(self)
+        mine, factor = _parts_of_term(self), _wide(factor)
         return Combination(tuple(f * factor for f in mine.factors), mine.terms)
 
     def __rmul__(self, factor: Any) -> Term:
         return self * factor
 
     def __truediv__(self, divisor: Any) -> Term:
-        return self * (1 / divisor if is_number(divisor) else divisor)
+        return self * (1 / _wide(divisor) if is_number(divisor) else divisor)
 
     if not TYPE_CHECKING:  # so that type checkers flag all of these uses
 
@@ -149,6 +149,12 @@ def _parts_of_term(x: Any) -> Combination:
             f"one entry per row. Add one of these."
         )
     return Combination((1.0,), (float(x) if isinstance(x, int) else x,))
+
+
+def _wide(factor: Any) -> Any:
+    """Returns a number in 32 bits, as totals are added: a product or a quotient of factors may not fit into 16."""
+    is_narrow = hasattr(factor, "dtype") and factor.dtype.itemsize < 4 and not jnp.ndim(factor)
+    return jnp.asarray(factor, jnp.float32) if is_narrow else factor
 
 
 def is_term(x: Any) -> bool:

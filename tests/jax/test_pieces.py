@@ -131,9 +131,10 @@ def test_casts_before_a_scan_are_made_one_after_the_other(dtypes):
 
 
 def test_results_that_are_parameters_literals_or_inputs_are_given_back():
-    fn = lambda w, x: (w["a"], w["b"].T, x, 3.0, w["a"])  # noqa: E731
+    fn = lambda w, x: (w["a"], w["b"].T, x, 3.0, len(x), w["a"])  # noqa: E731
     for got, want in zip(in_pieces(fn, W, H, 0, Gathers()), plain(fn), strict=True):
         np.testing.assert_array_equal(got, want)
+        assert isinstance(got, jax.Array | np.ndarray)
 
 
 def test_a_program_without_parameters_runs_as_it_is():

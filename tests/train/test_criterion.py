@@ -1014,6 +1014,7 @@ SUMS = {
     "a list": lambda o: sum([o.Mean((i * o.e).sum(), (o.k + i).sum()) for i in range(3)]),
     "numpy's numbers": lambda o: np.float32(0.5) * o.Mean(o.e.sum(), o.k.sum()) + o.Sum(o.e.sum()) * np.float64(2),
     "arrays": lambda o: jnp.float32(0.5) * o.Mean(o.e.sum(), o.k.sum()) + o.Sum(o.e.sum()) / jnp.array(3.0),
+    "numbers of 16 bits": lambda o: jnp.float16(300) * (jnp.float16(300) * o.Mean(o.e.sum(), len(o.e))) / np.int8(3),
     "rows": lambda o: o.Mean((o.e * o.k).sum(), o.k.sum()) + o.Rows(o.e**2),
     "rows first": lambda o: o.Rows(o.e) - o.Mean((o.e * o.k).sum(), o.k.sum()),
     "a mean": lambda o: o.e.mean() + o.Mean((o.e * o.k).sum(), o.k.sum()),

@@ -134,6 +134,16 @@ def test_a_normalization_is_named_with_both_values(rows):
     assert "loss" in text and "['w']" in text and "['b']" in text
 
 
+def test_an_infinite_gradient_hides_no_other():
+    """Of another parameter, at which the loss is not differentiable; both sides have that one."""
+    step = wrapper(2).train_step(lambda v, b: normed(v, b) + jnp.sqrt(v["params"]["s"]), SGD)
+    text = str(step.check(step.init({"params": {**PARAMS, "s": np.float32(0)}}), batch(7)))
+    assert "gradient of params['w']" in text and "['s']" not in text
+    metric = lambda v, b: jnp.stack([jnp.inf + 0 * normed(v, b), normed(v, b)])  # noqa: E731
+    check = checked(2, lambda v, b: (error(v, b).mean(), {"two": jdp.Mean(metric(v, b) * len(b["x"]), len(b["x"]))}), 7)
+    assert "most so at [1]" in str(check)
+
+
 @pytest.mark.parametrize("steps, right", [(1, True), (2, False)])
 def test_one_device(steps, right):
     """It has the whole batch, but for microbatches."""

@@ -799,8 +799,7 @@ def test_linen_calls_take_variables_that_are_cut():
 @pytest.mark.parametrize("one", [20000, 2e-4])
 def test_16_bit_gradients_of_any_mean_in_range_are_in_range(one, size, form, dtype):
     """Rows of 20000: their mean is a float16, the sum of four of them is not. Of small ones no share may be lost."""
-    # Where a loss is a sum, a replica's eight rows are added before jdp sees them.
-    x = np.full((size, 8), min(one, 5000) if form == "ratio" else one, dtype)
+    x = np.full((size, 8), one, dtype)
 
     def each(w, x):
         return x @ w
@@ -816,6 +815,24 @@ def test_16_bit_gradients_of_any_mean_in_range_are_in_range(one, size, form, dty
     assert grad.dtype == dtype
     assert_cut(grad, 8)
     np.testing.assert_allclose(np.float64(grad), np.float64(x[0]), rtol=2**-7)
+
+
+def test_the_count_of_a_term_is_a_number_of_python():
+    w, x = jax.device_put(PARAMS["mid"], NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data"))), X[:4]
+    terms = lambda w, x: jdp.Mean(jnp.sum(x @ w[:8]), x.shape[0]) + jdp.Sum(jnp.sum(w[0]) * 0)  # noqa: E731
+    value = wrapper(2).value_and_grad(terms)(w, x)[0]
+    np.testing.assert_allclose(value, np.sum(x @ PARAMS["mid"][:8]) / 4, rtol=1e-5)
+
+
+def test_a_refused_state_leaves_the_step_as_it_was():
+    step = wrapper(2).train_step(lambda v, x: jnp.mean(v["params"]["w"] * x), optax.sgd(0.1))
+    state = step.init({"params": {"w": np.ones(4, np.float32)}})
+    cut = {"w": jax.device_put(np.ones(8), NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data")))}
+    with pytest.raises(TypeError, match="key is a int"):
+        step.init({"params": cut}, key=3)
+    with pytest.raises(ValueError, match=r"float32\[8\], float32\[4\] is expected"):
+        step(state.replace(params=cut), np.ones((2, 4), np.float32))
+    assert_cut(step(state, np.ones((2, 4), np.float32))[0].params, 2, cut=False)
 
 
 def test_replicate_makes_them_whole(same):

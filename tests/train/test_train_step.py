@@ -1685,3 +1685,15 @@ def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
             dp.train_step(lambda model, x: model(x).mean(), kind(dp.module, SGD, wrt=nnx.Param))
     for kind in (Named, nnx.ModelAndOptimizer):
         dp.train_step(lambda model, x: model(x).mean(), kind(dp.module, SGD, wrt=nnx.Param))
+
+
+def test_another_transformation_in_the_nnx_optimizer_is_refused(refused):
+    """The programs hold that of the beginning, and would go on with it."""
+    dp = jdp.DataParallel(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), range(2))
+    step = dp.train_step(lambda model, x: model(x).mean(), optax.sgd(0.1))
+    step.optimizer.tx = optax.sgd(0.0)
+    with refused(ValueError, "train_step", "step.optimizer.tx is not the transformation that the step was made with"):
+        step(np.ones((4, 3), np.float32))
+    before = np.asarray(dp.module.kernel[...])
+    dp.train_step(lambda model, x: model(x).mean(), step.optimizer)(np.ones((4, 3), np.float32))
+    np.testing.assert_array_equal(dp.module.kernel[...], before)

@@ -225,6 +225,29 @@ def test_float16_gradients_of_any_mean_in_range_are_in_range(n, steps):
     np.testing.assert_allclose(np.float64([value, grad]), 20000, rtol=2**-9)
 
 
+def test_float8_gradients_are_added_in_32_bits():
+    """JAX promotes no float8 by itself; of 5 rows, the last microbatch has one."""
+    w, x = jnp.ones(3, jnp.float8_e4m3fn), np.arange(5, dtype=np.float32)
+    loss = lambda w, x: jnp.mean(w.astype(np.float32).sum() * x)  # noqa: E731
+    value, grad = wrapper(1).value_and_grad(loss, accumulate_steps=3)(w, x)
+    assert float(value) == 6 and grad.dtype == w.dtype and np.float32(grad).tolist() == [2, 2, 2]
+
+
+def test_numpys_float64_is_jaxs_float():
+    """As a metric, and as the dtype to send: JAX would warn that it has none."""
+    loss = lambda w, x: (jnp.mean(w * x), np.array(0.5))  # noqa: E731
+    value, grad = wrapper(2).value_and_grad(loss, has_aux=True, reduce_dtype=np.float64)(1.0, np.float32([1, 2, 3]))
+    assert (*map(float, value), float(grad)) == (2, 0.5, 2)
+
+
+def test_a_float16_gradient_of_a_total_does_not_overflow():
+    """The gradient of a `jdp.Mean` is divided by the count before it is added up, as on one device."""
+    x = np.full(64, 20000, np.float16)
+    mean = lambda w, x: jdp.Mean(jnp.sum(w * x, dtype=np.float32), x.size)  # noqa: E731
+    value, grad = wrapper(2).value_and_grad(mean)(np.float16(1), x)
+    np.testing.assert_allclose(np.float64([value, grad]), 20000, rtol=2**-9)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_gradients_where_replicas_have_other_numbers_of_microbatches(dtype):
     """5 rows over 4 are chunks of 2, 2 and 1: the last is one microbatch, whose gradient was added to no other."""
