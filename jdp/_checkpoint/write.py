@@ -108,11 +108,12 @@ class Writer:
             RuntimeError: the save has failed, or is not complete after so many seconds, or another process that saves
                 with this one is stopped; then it is left alone.
         """
-        if self._thread is not None:
-            self._join(self._thread, seconds)
-            if self._thread.is_alive():
+        if (thread := self._thread) is not None:
+            self._join(thread, seconds)
+            if thread.is_alive():
                 raise RuntimeError(self.leave(TimeoutError("the job ended first")))
-            self._thread = None
+            if self._thread is thread:  # else another thread has waited, too
+                self._thread = None
         if self._interrupted:
             self._settle()
         failure, self._failure = self._failure, None

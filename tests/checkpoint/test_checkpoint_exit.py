@@ -457,3 +457,25 @@ def test_a_save_that_fails_at_its_beginning_is_counted(tmp_path, monkeypatch):
             with pytest.raises(ZeroDivisionError):
                 checkpoints.save(1, {"w": np.ones(2)})
         assert next(write._saves) == before + 2
+
+
+def test_two_threads_may_wait_for_one_save(tmp_path, monkeypatch):
+    """The main thread in `wait`, and the one that ends a process of a job which has failed."""
+    waits, told = threading.Barrier(3), []
+    monkeypatch.setattr(write.Writer, "_delete_old", lambda writer: (waits.wait(20), time.sleep(0.2)))
+
+    def wait(checkpoints):
+        waits.wait(20)
+        try:
+            checkpoints.wait()
+        except Exception as error:
+            told.append(error)
+
+    with jdp.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2)})
+        threads = [threading.Thread(target=wait, args=(checkpoints,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert told == []
