@@ -141,8 +141,10 @@ class Writer:
         return self.loss(why)
 
     def close(self) -> None:
-        """Ends Orbax's threads unless they still save, and releases the lock."""
-        if self._orbax is not None and self._thread is None:
+        """Ends Orbax's threads and releases the lock, unless a save still runs, which another writer would delete."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if self._orbax is not None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
             self._orbax = self._number = None  # a later save makes another

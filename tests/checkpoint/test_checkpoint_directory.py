@@ -330,6 +330,22 @@ def test_a_dropped_one_keeps_the_lock_until_its_save_is_complete(tmp_path, monke
         assert second.save(3, at(3))
 
 
+def test_one_whose_close_was_interrupted_keeps_the_lock_until_its_save_is_complete(tmp_path, monkeypatch):
+    going = threading.Event()
+    with jdp.Checkpointer(tmp_path) as first, jdp.Checkpointer(tmp_path) as second:
+        second.restore(STATE)
+        monkeypatch.setattr("jdp._checkpoint.write.Writer._delete_old", lambda writer: going.wait(20))
+        first.save(1, at(1), data=1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("jdp._checkpoint.write.Writer._join", lambda *args: signal.raise_signal(signal.SIGINT))
+            first.close()
+        with pytest.raises(RuntimeError, match="is being written by .* close its Checkpointer"):
+            second.save(2, at(2))
+        going.set()
+        first.close()  # as the error says
+        assert second.restore(STATE)[1] == 1 and second.save(2, at(2), data=2)
+
+
 def test_a_lock_file_that_was_deleted_is_made_again(tmp_path, refused):
     with jdp.Checkpointer(tmp_path) as first, jdp.Checkpointer(tmp_path) as second:
         first.save(1, at(1))
