@@ -47,6 +47,7 @@ class Writer:
         self._before: int | None = None  # the newest step before it
         self._interrupted = False  # whether its save was interrupted; it may still go on
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # set when the thread is about to end
         self._failure: Exception | None = None
         self._unheard: list[str] = []  # the message of a failure that `wait` has not raised yet
         self._news: list[str] = []  # the thread's warnings, which `wait` issues
@@ -91,7 +92,8 @@ class Writer:
                 self._orbax = _checkpointer(self._number)
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
-            self._thread = threading.Thread(target=self._finish, args=(number,), name="jdp-saves")
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(number, self._ended), name="jdp-saves")
             self._thread.start()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failed(e)
@@ -127,7 +129,9 @@ class Writer:
         """Waits for the thread that saves, or so many seconds; raises if another process is stopped by then."""
         over = None if seconds is None else time.monotonic() + max(_MOMENT, seconds)
         while thread.is_alive() and (over is None or time.monotonic() < over):
-            thread.join(_SLICE if over is None else max(0.0, min(_SLICE, over - time.monotonic())))
+            moment = _SLICE if over is None else max(0.0, min(_SLICE, over - time.monotonic()))
+            if self._ended.wait(moment):  # Ctrl-C in `join` would make Python take a thread that runs for ended
+                thread.join(moment)
             silent = watch.silent(range(jax.process_count())) if jax.process_count() > 1 and thread.is_alive() else []
             silent = [p for p in silent if p not in ended()] if silent else silent
             if silent and not watch.is_enough(limits.step / 2, silent):  # not known to be stopped: it may only be slow
@@ -142,7 +146,7 @@ class Writer:
 
     def close(self) -> None:
         """Ends Orbax's threads and releases the lock, unless a save still runs, which another writer would delete."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             return
         if self._orbax is not None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
@@ -150,8 +154,13 @@ class Writer:
             self._orbax = self._number = None  # a later save makes another
         self._lock.release()
 
+    def _run(self, number: int, ended: threading.Event) -> None:
+        """Runs `_finish` in its own thread."""
+        self._finish(number)
+        ended.set()
+
     def _finish(self, number: int) -> None:
-        """Waits for the end of the save, then deletes old checkpoints; runs in its own thread."""
+        """Waits for the end of the save, then deletes old checkpoints."""
         try:
             self._orbax.wait_until_finished()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds

@@ -479,3 +479,15 @@ def test_two_threads_may_wait_for_one_save(tmp_path, monkeypatch):
         for thread in threads:
             thread.join(20)
     assert told == []
+
+
+def test_a_wait_that_was_interrupted_can_be_made_again(tmp_path, slow):
+    """Python takes a thread for ended, though it runs, if Ctrl-C comes while another joins it."""
+    with jdp.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2)})
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.wait()
+        threading.Timer(0.2, slow.set).start()
+        checkpoints.wait()
+        assert checkpoints.latest_step == 1
