@@ -153,6 +153,7 @@ class Writer:
                 self._orbax.close()
             self._orbax = self._number = None  # a later save makes another
         self._lock.release()
+        self._steps.may_change()
 
     def _run(self, number: int, ended: threading.Event) -> None:
         """Runs `_finish` in its own thread."""

@@ -245,6 +245,20 @@ def test_a_save_after_close_takes_the_lock_again(tmp_path):
         assert restored(tmp_path) == step
 
 
+def test_a_save_after_close_is_refused_if_another_writer_has_saved_a_newer_step_since(tmp_path, refused):
+    with jdp.Checkpointer(tmp_path) as first:
+        assert first.restore(STATE)[1] is None
+        first.save(1, at(1), data=1)
+        first.close()
+        saved(tmp_path / "other", 4)
+        (tmp_path / "other" / "4").rename(tmp_path / "4")
+        for step in (3, 4):
+            with refused(ValueError, "Checkpointer", match=rf"step {step} cannot be .* holds step 4 .* Call restore"):
+                first.save(step, at(step))
+        assert first.restore(STATE)[1] == 4 and first.save(5, at(5), data=5)
+    assert restored(tmp_path) == 5
+
+
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path, refused):
     first, second = jdp.Checkpointer(tmp_path), jdp.Checkpointer(tmp_path)
     assert first.restore(STATE)[1] is None and second.restore(STATE)[1] is None  # both may look
