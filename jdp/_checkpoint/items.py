@@ -22,7 +22,8 @@ from .._version import __version__
 VERB = "Checkpointer"
 FORMAT = 1
 _NUMBERS = bool, int, float, complex
-_JOINED = {"bool": np.generic, "int64": np.number, "float64": np.inexact, "complex128": np.complexfloating}
+_JOINED = {"bool": np.generic, "int64": np.number, "uint64": np.number}  # a number's dtype, and what can keep it
+_JOINED |= {"float64": np.inexact, "complex128": np.complexfloating}
 LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint that is read at once
 
 
@@ -182,7 +183,8 @@ def as_json(data: Any) -> Any:
 def manifest_difference(content: Mapping[str, Any], expected: Mapping[str, list[Any]]) -> str | None:
     """Returns the first leaf whose form differs between the checkpoint and the state, or that one of them lacks.
 
-    A Python number, such as a learning rate that was set before the save, fits a 0-d array that can keep it.
+    A Python number, such as a learning rate that was set before the save, fits a 0-d array of a dtype that can keep it
+    (`number_difference` compares its value).
     """
     stored = content["leaves"]
     for path in [*expected, *(p for p in stored if p not in expected)]:
@@ -195,6 +197,19 @@ def manifest_difference(content: Mapping[str, Any], expected: Mapping[str, list[
             there, here = (f"{dtype}{shape}"[:200] for dtype, shape in (stored[path], expected[path]))
             return f"{path} is {there} in it, {here} in the state"
     return None
+
+
+def number_difference(content: Mapping[str, Any], arrays: Mapping[str, Any], leaves: Mapping[str, Any]) -> str:
+    """Returns the first Python number of a checkpoint that is too large for the state's array; "" if there is none."""
+    for path in content.get("numbers", ()):
+        if isinstance(like := leaves[path], _NUMBERS):
+            continue
+        with np.errstate(all="ignore"):
+            value, kept = arrays[path], np.asarray(arrays[path], like.dtype)
+        is_whole = jnp.issubdtype(like.dtype, jnp.integer)
+        if not (kept == value if is_whole else np.isfinite(kept) == np.isfinite(value)):
+            return f"{path} is {value} in it, too large or too small for {_dtype(like)} in the state"
+    return ""
 
 
 def _like(like: Any, x: Any) -> Any:

@@ -580,6 +580,24 @@ def test_a_number_that_would_not_become_the_array_is_of_another_state(tmp_path, 
             checkpointer.restore({"rate": like, "w": np.ones(2)})
 
 
+@pytest.mark.parametrize(
+    "number, like", [(2**40, np.int32(0)), (-1, np.uint32(0)), (1e300, np.float32(0)), (2**63, np.int64(0))]
+)
+def test_a_number_that_the_array_cannot_keep_is_of_another_state(tmp_path, refused, number, like):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"n": number})
+        for like in (like, jax.device_put(like) if number != 2**63 else like):
+            match = rf"\['n'\] is {re.escape(str(number))} in it, too large or too small for {like.dtype} in the state"
+            with refused(ValueError, "Checkpointer", match=match):
+                checkpointer.restore({"n": like})
+
+
+def test_an_int_of_64_bits_comes_back(tmp_path):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"seed": 2**64 - 1})
+        assert checkpointer.restore({"seed": 0})[0] == {"seed": 2**64 - 1}
+
+
 def test_numbers_may_be_integers_of_numpy(tmp_path):
     with jdp.Checkpointer(tmp_path, keep=np.int64(1), every=np.int32(2)) as checkpointer:
         assert [checkpointer.save(np.int64(n), {"w": np.ones(2)}) for n in (1, 2, 3, 4)] == [False, True, False, True]
