@@ -148,7 +148,7 @@ class Checkpointer:
             TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
             ValueError: `step` is negative or less than one that was saved, or not the same in all processes; or the
                 directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for
-                itself is not the same in all; or `data` is too large.
+                itself is not the same in all; or two leaves have one path; or `data` is too large.
 
         Warns:
             UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from collections.abc import Mapping
@@ -29,7 +30,14 @@ LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint
 
 def leaves_of(state: Tree) -> dict[str, Any]:
     """Returns the leaves by their paths, all of them arrays or numbers; for an NNX object, those of its state."""
-    flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
+    leaves = [(jax.tree_util.keystr(p) or "state", x) for p, x in jax.tree_util.tree_leaves_with_path(plain(state))]
+    flat = dict(leaves)
+    if len(flat) < len(leaves):
+        twice = collections.Counter(path for path, _ in leaves).most_common(1)[0][0]
+        raise ValueError(
+            f"jdp.{VERB}: two leaves of the state are called {twice}; a checkpoint finds each leaf by its path. Give "
+            f"keys that differ a text (repr) that differs."
+        )
     for path, x in flat.items():
         is_structured = isinstance(x, np.ndarray | np.generic) and has_fields(x)  # `_is_kept` names its dtype
         if not is_array(x) and not is_structured and not isinstance(x, _NUMBERS):

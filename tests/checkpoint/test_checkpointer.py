@@ -598,6 +598,19 @@ def test_an_int_of_64_bits_comes_back(tmp_path):
         assert checkpointer.restore({"seed": 0})[0] == {"seed": 2**64 - 1}
 
 
+class Key(int):
+    """Keys that differ, with one text."""
+
+    __repr__ = lambda self: "key"  # noqa: E731
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path, refused):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        for door in (lambda state: checkpointer.save(1, state), checkpointer.restore):
+            with refused(ValueError, "Checkpointer", match=r"two leaves of the state are called \[key\]; .* differs"):
+                door({Key(1): np.ones(2), Key(2): np.zeros(2)})
+
+
 def test_numbers_may_be_integers_of_numpy(tmp_path):
     with jdp.Checkpointer(tmp_path, keep=np.int64(1), every=np.int32(2)) as checkpointer:
         assert [checkpointer.save(np.int64(n), {"w": np.ones(2)}) for n in (1, 2, 3, 4)] == [False, True, False, True]
