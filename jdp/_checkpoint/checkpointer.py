@@ -376,7 +376,8 @@ def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) 
         if jax.process_count() == 1:
             raise
         failed = error
-    mine = {"problem": str(failed or ""), "step": step, "writer": writer, "local": local}
+    problem = "" if failed is None else str(failed) or type(failed).__name__
+    mine = {"problem": problem, "step": step, "writer": writer, "local": local}
     mine["data"] = None if failed else data
     try:
         # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.
