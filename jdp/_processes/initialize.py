@@ -120,13 +120,13 @@ def initialize(
         if job is None:
             Alone.meant = True
             return
+    if job is not None:
+        _start(job, int(start_timeout), int(heartbeat_timeout), int(shutdown_timeout))
     if not (limits.are_set and (timeout, start_timeout) == _DEFAULTS):  # a library may call it as well, with none
         limits.step, limits.start = math.inf if timeout is None else float(timeout), float(start_timeout)
         if job is not None or not limits.are_set:  # JAX's own initialize has been told another, or none
             limits.shutdown = shutdown_timeout if job is not None else max(limits.shutdown, shutdown_timeout)
         limits.are_set = True
-    if job is not None:
-        _start(job, int(start_timeout), int(heartbeat_timeout), int(shutdown_timeout))
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
         gloo_goes_by(interface)
     install()
