@@ -1,5 +1,6 @@
 """A process that was started as one of several is one of a job, or says so; never a job of its own in silence."""
 
+import contextlib
 import os
 import pathlib
 import socket
@@ -142,3 +143,15 @@ def test_a_call_that_is_refused_sets_no_times(fresh):
         with pytest.raises(RuntimeError, match="cannot listen on port"):
             jdp.distributed.initialize(address, 2, 0, timeout=5, compilation_cache="none")
     assert vars(limits) == vars(Limits())
+
+
+def test_a_later_call_of_a_library_leaves_the_thread_guard_off(fresh):
+    guards = []
+    fresh.setattr(initialize, "limits", Limits())
+    for name, value in {"install": lambda: None, "process_count": lambda: 2, "coordinator": lambda: ""}.items():
+        fresh.setattr(initialize, name, value)
+    fresh.setattr(jax.distributed, "is_initialized", lambda: True)
+    fresh.setattr(jax, "thread_guard", lambda on: guards.append(on) or contextlib.nullcontext())
+    jdp.distributed.initialize(thread_guard=False, compilation_cache="none")
+    jdp.distributed.initialize(compilation_cache="none")
+    assert guards == []
