@@ -176,7 +176,7 @@ def tell_all(text: str, seconds: float = limits.compile) -> list[str]:
         return [text]
     from jax.experimental import multihost_utils
 
-    raw = text.encode()
+    raw = text.encode(errors="replace")  # the name of a file may be none in UTF-8
     exchange = exchange_of(tuple(range(jax.process_count())))
     exchange.come_to(VERB)
     try:

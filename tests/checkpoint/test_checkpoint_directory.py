@@ -19,6 +19,7 @@ import textwrap
 import threading
 import time
 import tracemalloc
+import types
 import warnings
 
 import jax
@@ -28,6 +29,7 @@ import pytest
 import jdp
 import jdp._checkpoint.directory as directory_of
 from jdp._checkpoint.directory import LOCK, Quiet
+from jdp._checkpoint.read import tell_all
 from jdp._processes.places import limits
 
 STATE = {"w": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
@@ -899,3 +901,12 @@ def test_paths_of_cloud_storage_are_left_as_they_are(monkeypatch):
     lock.acquire()
     lock.release()
     assert made == ["gs://bucket/run"]
+
+
+def test_the_name_of_a_file_that_is_none_in_utf_8_can_be_told_to_all(monkeypatch):
+    """As in: it is a link, and only files of the checkpoint are read."""
+    exchange = types.SimpleNamespace(come_to=lambda verb: None, dispatching=contextlib.nullcontext)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jdp._checkpoint.read.exchange_of", lambda processes: exchange)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", lambda x: np.stack([x, x]))
+    assert tell_all(os.fsdecode(b"a\xff: it is a link")) == ["a?: it is a link"] * 2
