@@ -39,6 +39,11 @@ def leaves_of(state: Tree) -> dict[str, Any]:
             f"keys that differ a text (repr) that differs."
         )
     for path, x in flat.items():
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                f"jdp.{VERB}: {path} is a numpy.ma.MaskedArray; a checkpoint holds arrays without masks. Pass "
+                f"x.filled(value), and the mask (np.ma.getmaskarray(x)) next to it."
+            )
         is_structured = isinstance(x, np.ndarray | np.generic) and has_fields(x)  # `_is_kept` names its dtype
         if not is_array(x) and not is_structured and not isinstance(x, _NUMBERS):
             raise TypeError(
