@@ -93,7 +93,7 @@ class Writer:
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
             self._ended = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(number, self._ended), name="jdp-saves")
+            self._thread = threading.Thread(target=self._finish, args=(number, self._ended), name="jdp-saves")
             self._thread.start()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failed(e)
@@ -155,19 +155,15 @@ class Writer:
         self._lock.release()
         self._steps.may_change()
 
-    def _run(self, number: int, ended: threading.Event) -> None:
-        """Runs `_finish` in its own thread."""
-        self._finish(number)
-        ended.set()
-
-    def _finish(self, number: int) -> None:
-        """Waits for the end of the save, then deletes old checkpoints."""
+    def _finish(self, number: int, ended: threading.Event) -> None:
+        """Waits for the end of the save, then deletes old checkpoints; runs in its own thread."""
         try:
             self._orbax.wait_until_finished()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failure = e
             self._unheard.append(self.loss(e))
             _clear(e)
+            ended.set()
             del self  # the error's frames refer to `self`, and `self` to the error: no cycle
             return
         if jax.process_index() == 0:
@@ -182,6 +178,7 @@ class Writer:
             # The processes wait here, because the next thing they do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
+        ended.set()
 
     def _settle(self) -> None:
         """Waits for what an interrupted save has begun, and notes its step as the newest if it is complete."""
