@@ -148,7 +148,7 @@ class Checkpointer:
             TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
             ValueError: `step` is negative or less than one that was saved, or not the same in all processes; or the
                 directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for
-                itself is not the same in all; or `data` is too large.
+                itself is not the same in all; or two leaves have one path; or `data` is too large.
 
         Warns:
             UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has
@@ -376,7 +376,8 @@ def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) 
         if jax.process_count() == 1:
             raise
         failed = error
-    mine = {"problem": str(failed or ""), "step": step, "writer": writer, "local": local}
+    problem = "" if failed is None else str(failed) or type(failed).__name__
+    mine = {"problem": problem, "step": step, "writer": writer, "local": local}
     mine["data"] = None if failed else data
     try:
         # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.

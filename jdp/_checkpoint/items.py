@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from collections.abc import Mapping
@@ -22,14 +23,27 @@ from .._version import __version__
 VERB = "Checkpointer"
 FORMAT = 1
 _NUMBERS = bool, int, float, complex
-_JOINED = {"bool": np.generic, "int64": np.number, "float64": np.inexact, "complex128": np.complexfloating}
+_JOINED = {"bool": np.generic, "int64": np.number, "uint64": np.number}  # a number's dtype, and what can keep it
+_JOINED |= {"float64": np.inexact, "complex128": np.complexfloating}
 LARGEST = 32 << 20  # bytes of a manifest, and of any other file of a checkpoint that is read at once
 
 
 def leaves_of(state: Tree) -> dict[str, Any]:
     """Returns the leaves by their paths, all of them arrays or numbers; for an NNX object, those of its state."""
-    flat = {jax.tree_util.keystr(p) or "state": x for p, x in jax.tree_util.tree_leaves_with_path(plain(state))}
+    leaves = [(jax.tree_util.keystr(p) or "state", x) for p, x in jax.tree_util.tree_leaves_with_path(plain(state))]
+    flat = dict(leaves)
+    if len(flat) < len(leaves):
+        twice = collections.Counter(path for path, _ in leaves).most_common(1)[0][0]
+        raise ValueError(
+            f"jdp.{VERB}: two leaves of the state are called {twice}; a checkpoint finds each leaf by its path. Give "
+            f"keys that differ a text (repr) that differs."
+        )
     for path, x in flat.items():
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                f"jdp.{VERB}: {path} is a numpy.ma.MaskedArray; a checkpoint holds arrays without masks. Pass "
+                f"x.filled(value), and the mask (np.ma.getmaskarray(x)) next to it."
+            )
         is_structured = isinstance(x, np.ndarray | np.generic) and has_fields(x)  # `_is_kept` names its dtype
         if not is_array(x) and not is_structured and not isinstance(x, _NUMBERS):
             raise TypeError(
@@ -182,7 +196,8 @@ def as_json(data: Any) -> Any:
 def manifest_difference(content: Mapping[str, Any], expected: Mapping[str, list[Any]]) -> str | None:
     """Returns the first leaf whose form differs between the checkpoint and the state, or that one of them lacks.
 
-    A Python number, such as a learning rate that was set before the save, fits a 0-d array that can keep it.
+    A Python number, such as a learning rate that was set before the save, fits a 0-d array of a dtype that can keep it
+    (`number_difference` compares its value).
     """
     stored = content["leaves"]
     for path in [*expected, *(p for p in stored if p not in expected)]:
@@ -195,6 +210,19 @@ def manifest_difference(content: Mapping[str, Any], expected: Mapping[str, list[
             there, here = (f"{dtype}{shape}"[:200] for dtype, shape in (stored[path], expected[path]))
             return f"{path} is {there} in it, {here} in the state"
     return None
+
+
+def number_difference(content: Mapping[str, Any], arrays: Mapping[str, Any], leaves: Mapping[str, Any]) -> str:
+    """Returns the first Python number of a checkpoint that is too large for the state's array; "" if there is none."""
+    for path in content.get("numbers", ()):
+        if isinstance(like := leaves[path], _NUMBERS):
+            continue
+        with np.errstate(all="ignore"):
+            value, kept = arrays[path], np.asarray(arrays[path], like.dtype)
+        is_whole = jnp.issubdtype(like.dtype, jnp.integer)
+        if not (kept == value if is_whole else np.isfinite(kept) == np.isfinite(value)):
+            return f"{path} is {value} in it, too large or too small for {_dtype(like)} in the state"
+    return ""
 
 
 def _like(like: Any, x: Any) -> Any:

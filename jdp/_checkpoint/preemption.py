@@ -62,7 +62,9 @@ class Preemption:
             return False
         from jax.experimental import multihost_utils
 
-        return multihost_utils.reached_preemption_sync_point(next(_calls))
+        # The service says it once. The save of that step may fail, and then the next one has to stop.
+        self._told = multihost_utils.reached_preemption_sync_point(next(_calls)) or self._told
+        return self._told
 
     def close(self) -> None:
         """Puts the earlier handler back; a SIGTERM that has not been acted on is delivered to it now.

@@ -29,6 +29,7 @@ from .items import (
     fingerprints,
     manifest_difference,
     misformed,
+    number_difference,
     target_of,
 )
 
@@ -69,6 +70,8 @@ def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any
     _agree(path, problem)
     try:
         problem = _not_saved(arrays, content)
+        if not problem and (difference := number_difference(content, arrays, leaves)):
+            problem = f"!{difference}"
     except Exception as e:
         if _lacks_room(e):  # raised here alone: the others may wait in its collective, and hear of the end of this one
             raise _no_room(path, _brief(e)) from e
@@ -173,7 +176,7 @@ def tell_all(text: str, seconds: float = limits.compile) -> list[str]:
         return [text]
     from jax.experimental import multihost_utils
 
-    raw = text.encode()
+    raw = text.encode(errors="replace")  # the name of a file may be none in UTF-8
     exchange = exchange_of(tuple(range(jax.process_count())))
     exchange.come_to(VERB)
     try:

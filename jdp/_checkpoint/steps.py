@@ -66,6 +66,10 @@ class Steps:
         self._looked = True
         return None
 
+    def may_change(self) -> None:
+        """Notes that others may write in the directory from now on; this run may not know what they save."""
+        self._looked, self._cleared = self._looked and not self._cleared, False
+
     def check_grows(self, step: int) -> None:
         """Raises a `ValueError` if the step is less than the newest."""
         if self.newest is not None and step < self.newest:

@@ -47,6 +47,7 @@ class Writer:
         self._before: int | None = None  # the newest step before it
         self._interrupted = False  # whether its save was interrupted; it may still go on
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # set when the thread is about to end
         self._failure: Exception | None = None
         self._unheard: list[str] = []  # the message of a failure that `wait` has not raised yet
         self._news: list[str] = []  # the thread's warnings, which `wait` issues
@@ -91,7 +92,8 @@ class Writer:
                 self._orbax = _checkpointer(self._number)
             items = {ARRAYS: ocp.args.PyTreeSave(arrays), MANIFEST: content}
             self._orbax.save(self._directory / str(step), args=ocp.args.Composite(**items))
-            self._thread = threading.Thread(target=self._finish, args=(number,), name="jdp-saves")
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._finish, args=(number, self._ended), name="jdp-saves")
             self._thread.start()
         except Exception as e:  # noqa: BLE001 Orbax raises all kinds
             self._failed(e)
@@ -108,11 +110,12 @@ class Writer:
             RuntimeError: the save has failed, or is not complete after so many seconds, or another process that saves
                 with this one is stopped; then it is left alone.
         """
-        if self._thread is not None:
-            self._join(self._thread, seconds)
-            if self._thread.is_alive():
+        if (thread := self._thread) is not None:
+            self._join(thread, seconds)
+            if thread.is_alive():
                 raise RuntimeError(self.leave(TimeoutError("the job ended first")))
-            self._thread = None
+            if self._thread is thread:  # else another thread has waited, too
+                self._thread = None
         if self._interrupted:
             self._settle()
         failure, self._failure = self._failure, None
@@ -126,7 +129,9 @@ class Writer:
         """Waits for the thread that saves, or so many seconds; raises if another process is stopped by then."""
         over = None if seconds is None else time.monotonic() + max(_MOMENT, seconds)
         while thread.is_alive() and (over is None or time.monotonic() < over):
-            thread.join(_SLICE if over is None else max(0.0, min(_SLICE, over - time.monotonic())))
+            moment = _SLICE if over is None else max(0.0, min(_SLICE, over - time.monotonic()))
+            if self._ended.wait(moment):  # Ctrl-C in `join` would make Python take a thread that runs for ended
+                thread.join(moment)
             silent = watch.silent(range(jax.process_count())) if jax.process_count() > 1 and thread.is_alive() else []
             silent = [p for p in silent if p not in ended()] if silent else silent
             if silent and not watch.is_enough(limits.step / 2, silent):  # not known to be stopped: it may only be slow
@@ -140,14 +145,17 @@ class Writer:
         return self.loss(why)
 
     def close(self) -> None:
-        """Ends Orbax's threads unless they still save, and releases the lock."""
-        if self._orbax is not None and self._thread is None:
+        """Ends Orbax's threads and releases the lock, unless a save still runs, which another writer would delete."""
+        if self._thread is not None:
+            return
+        if self._orbax is not None:
             with contextlib.suppress(Exception):  # `wait` has raised what failed
                 self._orbax.close()
             self._orbax = self._number = None  # a later save makes another
         self._lock.release()
+        self._steps.may_change()
 
-    def _finish(self, number: int) -> None:
+    def _finish(self, number: int, ended: threading.Event) -> None:
         """Waits for the end of the save, then deletes old checkpoints; runs in its own thread."""
         try:
             self._orbax.wait_until_finished()
@@ -155,6 +163,7 @@ class Writer:
             self._failure = e
             self._unheard.append(self.loss(e))
             _clear(e)
+            ended.set()
             del self  # the error's frames refer to `self`, and `self` to the error: no cycle
             return
         if jax.process_index() == 0:
@@ -169,6 +178,7 @@ class Writer:
             # The processes wait here, because the next thing they do together is a collective, which has a time-out.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a process that has ended ends the job elsewhere
                 client().wait_at_barrier(f"jdp/saved/{number}", _PATIENCE * 1000)
+        ended.set()
 
     def _settle(self) -> None:
         """Waits for what an interrupted save has begun, and notes its step as the newest if it is complete."""

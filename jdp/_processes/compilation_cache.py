@@ -25,7 +25,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     A cache that JAX has been told of is the user's own, and is left alone. What goes wrong here is said, and ends
     nothing: without the folder a start takes longer.
     """
-    path = os.fspath(folder or os.environ.get("JDP_COMPILATION_CACHE") or "none")
+    path = os.path.expanduser(folder or os.environ.get("JDP_COMPILATION_CACHE") or "none")
     config = jax.config.values
     if path == "none" or config["jax_compilation_cache_dir"] or not config["jax_enable_compilation_cache"]:
         return

@@ -120,17 +120,18 @@ def initialize(
         if job is None:
             Alone.meant = True
             return
-    if not (limits.are_set and (timeout, start_timeout) == _DEFAULTS):  # a library may call it as well, with none
-        limits.step, limits.start = math.inf if timeout is None else float(timeout), float(start_timeout)
-        if job is not None or not limits.are_set:  # JAX's own initialize has been told another, or none
-            limits.shutdown = shutdown_timeout if job is not None else max(limits.shutdown, shutdown_timeout)
-        limits.are_set = True
     if job is not None:
         _start(job, int(start_timeout), int(heartbeat_timeout), int(shutdown_timeout))
+    again = limits.are_set  # a library may call it as well, with no arguments
+    if not (again and (timeout, start_timeout) == _DEFAULTS):
+        limits.step, limits.start = math.inf if timeout is None else float(timeout), float(start_timeout)
+        if job is not None or not again:  # JAX's own initialize has been told another, or none
+            limits.shutdown = shutdown_timeout if job is not None else max(limits.shutdown, shutdown_timeout)
+        limits.are_set = True
     if interface := _interface_to(job["coordinator_address"] if job else coordinator()):
         gloo_goes_by(interface)
     install()
-    if thread_guard:
+    if thread_guard and (job is not None or not again):
         # For the rest of the program. jax.config.update would not do: the guard holds for the thread that enters it.
         jax.thread_guard(True).__enter__()
     if job is not None and own_process() == 0 and not quiet:

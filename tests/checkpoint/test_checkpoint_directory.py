@@ -19,6 +19,7 @@ import textwrap
 import threading
 import time
 import tracemalloc
+import types
 import warnings
 
 import jax
@@ -28,6 +29,7 @@ import pytest
 import jdp
 import jdp._checkpoint.directory as directory_of
 from jdp._checkpoint.directory import LOCK, Quiet
+from jdp._checkpoint.read import tell_all
 from jdp._processes.places import limits
 
 STATE = {"w": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
@@ -245,6 +247,20 @@ def test_a_save_after_close_takes_the_lock_again(tmp_path):
         assert restored(tmp_path) == step
 
 
+def test_a_save_after_close_is_refused_if_another_writer_has_saved_a_newer_step_since(tmp_path, refused):
+    with jdp.Checkpointer(tmp_path) as first:
+        assert first.restore(STATE)[1] is None
+        first.save(1, at(1), data=1)
+        first.close()
+        saved(tmp_path / "other", 4)
+        (tmp_path / "other" / "4").rename(tmp_path / "4")
+        for step in (3, 4):
+            with refused(ValueError, "Checkpointer", match=rf"step {step} cannot be .* holds step 4 .* Call restore"):
+                first.save(step, at(step))
+        assert first.restore(STATE)[1] == 4 and first.save(5, at(5), data=5)
+    assert restored(tmp_path) == 5
+
+
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path, refused):
     first, second = jdp.Checkpointer(tmp_path), jdp.Checkpointer(tmp_path)
     assert first.restore(STATE)[1] is None and second.restore(STATE)[1] is None  # both may look
@@ -312,8 +328,7 @@ def test_a_dropped_one_keeps_the_lock_until_its_save_is_complete(tmp_path, monke
     first = jdp.Checkpointer(tmp_path)
     first.save(1, at(1))
     first.wait()
-    real = first._writer._orbax.wait_until_finished
-    first._writer._orbax.wait_until_finished = lambda: (going.wait(20), real())
+    monkeypatch.setattr("jdp._checkpoint.write.Writer._delete_old", lambda writer: going.wait(20))
     first.save(2, at(2), data=2)
     del first
     gc.collect()
@@ -328,6 +343,22 @@ def test_a_dropped_one_keeps_the_lock_until_its_save_is_complete(tmp_path, monke
             time.sleep(0.02)
         assert second.restore(STATE)[1] == 2
         assert second.save(3, at(3))
+
+
+def test_one_whose_close_was_interrupted_keeps_the_lock_until_its_save_is_complete(tmp_path, monkeypatch):
+    going = threading.Event()
+    with jdp.Checkpointer(tmp_path) as first, jdp.Checkpointer(tmp_path) as second:
+        second.restore(STATE)
+        monkeypatch.setattr("jdp._checkpoint.write.Writer._delete_old", lambda writer: going.wait(20))
+        first.save(1, at(1), data=1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("jdp._checkpoint.write.Writer._join", lambda *args: signal.raise_signal(signal.SIGINT))
+            first.close()
+        with pytest.raises(RuntimeError, match="is being written by .* close its Checkpointer"):
+            second.save(2, at(2))
+        going.set()
+        first.close()  # as the error says
+        assert second.restore(STATE)[1] == 1 and second.save(2, at(2), data=2)
 
 
 def test_a_lock_file_that_was_deleted_is_made_again(tmp_path, refused):
@@ -869,3 +900,12 @@ def test_paths_of_cloud_storage_are_left_as_they_are(monkeypatch):
     lock.acquire()
     lock.release()
     assert made == ["gs://bucket/run"]
+
+
+def test_the_name_of_a_file_that_is_none_in_utf_8_can_be_told_to_all(monkeypatch):
+    """As in: it is a link, and only files of the checkpoint are read."""
+    exchange = types.SimpleNamespace(come_to=lambda verb: None, dispatching=contextlib.nullcontext)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jdp._checkpoint.read.exchange_of", lambda processes: exchange)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", lambda x: np.stack([x, x]))
+    assert tell_all(os.fsdecode(b"a\xff: it is a link")) == ["a?: it is a link"] * 2

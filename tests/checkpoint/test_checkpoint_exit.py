@@ -457,3 +457,63 @@ def test_a_save_that_fails_at_its_beginning_is_counted(tmp_path, monkeypatch):
             with pytest.raises(ZeroDivisionError):
                 checkpoints.save(1, {"w": np.ones(2)})
         assert next(write._saves) == before + 2
+
+
+def test_two_threads_may_wait_for_one_save(tmp_path, monkeypatch):
+    """The main thread in `wait`, and the one that ends a process of a job which has failed."""
+    waits, told = threading.Barrier(3), []
+    monkeypatch.setattr(write.Writer, "_delete_old", lambda writer: (waits.wait(20), time.sleep(0.2)))
+
+    def wait(checkpoints):
+        waits.wait(20)
+        try:
+            checkpoints.wait()
+        except Exception as error:
+            told.append(error)
+
+    with jdp.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2)})
+        threads = [threading.Thread(target=wait, args=(checkpoints,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert told == []
+
+
+def test_a_wait_that_was_interrupted_can_be_made_again(tmp_path, slow):
+    """Python takes a thread for ended, though it runs, if Ctrl-C comes while another joins it."""
+    with jdp.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2)})
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.wait()
+        threading.Timer(0.2, slow.set).start()
+        checkpoints.wait()
+        assert checkpoints.latest_step == 1
+
+
+def test_the_step_after_a_save_that_failed_at_the_end_of_the_job_is_saved(tmp_path, monkeypatch):
+    """JAX's preemption service answers True for one step."""
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    answers = iter([True, False])
+    reached = "jax.experimental.multihost_utils.reached_preemption_sync_point"
+    monkeypatch.setattr(reached, lambda number: next(answers))
+    checkpoints = jdp.Checkpointer(tmp_path, every=100)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(write.Writer, "prepare", lambda writer: (_ for _ in ()).throw(OSError("no space")))
+        checkpoints.save(1, {"w": np.ones(2)})
+    with pytest.raises(SystemExit):
+        checkpoints.save(2, {"w": np.ones(2)})
+    assert checkpoints.latest_step == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError("no space")], ids=repr)
+def test_all_hear_of_a_process_that_cannot_save_though_its_error_has_no_text(monkeypatch, error):
+    def prepare():
+        raise error
+
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(checkpointer, "tell_all", lambda text, seconds: [text, text])
+    with pytest.raises(RuntimeError, match=rf"process 0: {str(error) or 'MemoryError'}; process 1: "):
+        checkpointer.agree(prepare, 1, {"w": np.ones(2)}, None)

@@ -547,6 +547,8 @@ def test_leaves_that_are_no_arrays_are_refused(tmp_path, refused):
     with jdp.Checkpointer(tmp_path) as checkpointer:
         with refused(TypeError, "Checkpointer", match=r"\['name'\] is a str"):
             checkpointer.save(1, {"name": "x"})
+        with refused(TypeError, "Checkpointer", match=r"\['x'\] is a numpy\.ma\.MaskedArray; .*np\.ma\.getmaskarray"):
+            checkpointer.save(1, {"x": np.ma.array([1, 2], mask=[False, True])})
         with refused(ValueError, "Checkpointer", match="the state has no leaves"):
             checkpointer.save(1, {})
 
@@ -578,6 +580,37 @@ def test_a_number_that_would_not_become_the_array_is_of_another_state(tmp_path, 
         checkpointer.save(1, {"rate": number, "w": np.ones(2)})
         with refused(ValueError, "Checkpointer", match=r"\['rate'\] is (float|complex)"):
             checkpointer.restore({"rate": like, "w": np.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "number, like", [(2**40, np.int32(0)), (-1, np.uint32(0)), (1e300, np.float32(0)), (2**63, np.int64(0))]
+)
+def test_a_number_that_the_array_cannot_keep_is_of_another_state(tmp_path, refused, number, like):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"n": number})
+        match = rf"\['n'\] is {re.escape(str(number))} in it, too large or too small for {like.dtype} in the state"
+        for where in (np.asarray, jax.device_put) if like.itemsize == 4 else (np.asarray,):
+            with refused(ValueError, "Checkpointer", match=match):
+                checkpointer.restore({"n": where(like)})
+
+
+def test_an_int_of_64_bits_comes_back(tmp_path):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"seed": 2**64 - 1})
+        assert checkpointer.restore({"seed": 0})[0] == {"seed": 2**64 - 1}
+
+
+class Key(int):
+    """Keys that differ, with one text."""
+
+    __repr__ = lambda self: "key"  # noqa: E731
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path, refused):
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        for door in (lambda state: checkpointer.save(1, state), checkpointer.restore):
+            with refused(ValueError, "Checkpointer", match=r"two leaves of the state are called \[key\]; .* differs"):
+                door({Key(1): np.ones(2), Key(2): np.zeros(2)})
 
 
 def test_numbers_may_be_integers_of_numpy(tmp_path):

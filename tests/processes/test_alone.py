@@ -1,7 +1,9 @@
 """A process that was started as one of several is one of a job, or says so; never a job of its own in silence."""
 
+import contextlib
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp._processes import launchers
+from jdp._processes import initialize, launchers
+from jdp._processes.places import Limits
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -129,3 +132,26 @@ def test_a_job_of_one_by_jax_counts_as_meant(fresh):
     fresh.setenv("JDP_NUM_PROCESSES", "2")
     fresh.setattr(jax.distributed, "is_initialized", lambda: True)
     assert launchers.astray() is None
+
+
+def test_a_call_that_is_refused_sets_no_times(fresh):
+    fresh.setattr(initialize, "limits", limits := Limits())
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match="cannot listen on port"):
+            jdp.distributed.initialize(address, 2, 0, timeout=5, compilation_cache="none")
+    assert vars(limits) == vars(Limits())
+
+
+def test_a_later_call_of_a_library_leaves_the_thread_guard_off(fresh):
+    guards = []
+    fresh.setattr(initialize, "limits", Limits())
+    for name, value in {"install": lambda: None, "process_count": lambda: 2, "coordinator": lambda: ""}.items():
+        fresh.setattr(initialize, name, value)
+    fresh.setattr(jax.distributed, "is_initialized", lambda: True)
+    fresh.setattr(jax, "thread_guard", lambda on: guards.append(on) or contextlib.nullcontext())
+    jdp.distributed.initialize(thread_guard=False, compilation_cache="none")
+    jdp.distributed.initialize(compilation_cache="none")
+    assert guards == []

@@ -164,7 +164,10 @@ def test_the_folder_is_the_argument_or_what_the_launcher_names(untold, tmp_path,
     assert untold == []
     use_compilation_cache(None)
     use_compilation_cache(tmp_path / "new" / "kept")
-    assert untold == [str(tmp_path / "launched"), str(tmp_path / "new" / "kept")] and settings() == [0.0, "none"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    use_compilation_cache("~/mine")
+    assert untold == [str(tmp_path / name) for name in ("launched", "new/kept", "mine")]
+    assert settings() == [0.0, "none"]
 
 
 @pytest.mark.parametrize(
