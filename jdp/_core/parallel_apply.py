@@ -41,13 +41,12 @@ def parallel_apply(
 
     `outputs = jdp.parallel_apply(fn, jdp.replicate(params), jdp.scatter((x,)))`.
 
-    One compiled program, which is what `jax.pmap` is today. It is compiled once per function and
-    shapes: `fn` is known by its identity (a bound method by its object and name), so a new lambda
-    for each call is compiled for each call. Python scalars, strings and other objects among the
-    inputs are part of the program: each new value compiles it again. The axis `"data"` is bound
-    inside (or that of the mesh that the inputs were scattered over), so that `fn` can run collectives. 0-d typed PRNG
-    keys among the inputs are folded with the replica's index on every replica but the primary. If chunks have unequal
-    sizes, the outputs have their true sizes.
+    One compiled program, which is what `jax.pmap` is today. It is compiled once per function and shapes: `fn` is known
+    by its identity (a bound method by its object and name), so a new lambda for each call is compiled for each call.
+    Python scalars, strings and other objects among the inputs are part of the program: each new value compiles it
+    again. The axis `"data"` is bound inside (or that of the mesh that the inputs were scattered over), so that `fn` can
+    run collectives. 0-d typed PRNG keys among the inputs are folded with the replica's index on every replica but the
+    primary. If chunks have unequal sizes, the outputs have their true sizes.
 
     Args:
         fn: the function; returns a pytree of arrays.

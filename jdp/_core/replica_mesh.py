@@ -44,9 +44,8 @@ class ReplicaMesh:
         """The size of the replicas' axis. The number of replicas is a multiple of it (`Config.replicas`)."""
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(self.size, -1)
         self.groups: tuple[tuple[Device, ...], ...] = tuple(map(tuple, rows))
-        """The devices along the replicas' axis: for each index, those along the inner axes."""
+        """For each index along the replicas' axis, the devices along the inner axes."""
         self.devices: tuple[Device, ...] = tuple(group[0] for group in self.groups)
-        """The first device of each group."""
         self.all_devices: tuple[Device, ...] = tuple(mesh.devices.flat)
         self.inner_axes: tuple[str, ...] = tuple(name for name in mesh.axis_names if name != axis_name)
         """The axes inside of a replica; none where a replica is one device."""

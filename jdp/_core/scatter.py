@@ -156,13 +156,11 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     arrays = [x for x, spec in zip(values, specs, strict=True) if not isinstance(spec, Static)]
     # If some leaves came scattered, all processes know the rows already (or know that nothing is cut).
     came = [x._layout for x in leaves if type(x) is Scattered]
-    are_cut = [isinstance(spec, Cut | Stack) for spec in specs]
-    is_cut = any(are_cut)
+    is_cut = any(are_cut := [isinstance(spec, Cut | Stack) for spec in specs])
     refuse_cut_graphs(values, are_cut, treedef, how.verb, how.root)
     agreed = not several or any(x.is_cut for x in came) or bool(came) and not is_cut
-    mesh, outline = how.mesh, None
-    if not agreed:
-        mesh, outline = mesh.own, outline_of(values, specs, treedef, how.root)
+    mesh = how.mesh if agreed else how.mesh.own
+    outline = None if agreed else outline_of(values, specs, treedef, how.root)
     sizes = _chunk_rows(values, specs, came, mesh, how, name)
     given = tuple(Cut(spec.axis, sizes) if isinstance(spec, Cut) and not spec.sizes else spec for spec in specs)
     converted = any(x is not y and type(x) is not Scattered for x, y in zip(leaves, values, strict=True))
@@ -170,8 +168,8 @@ def prepare(inputs: Tree, how: Cutting) -> Prepared:
     may_be_rows = [x if a is not None or not hasattr(x, "dtype") else "" for x, a in zip(leaves, axes, strict=True)]
     layout = Layout(treedef, given, sizes, mesh, how.dim, how.per_device)
     if how.verb != "scatter":
-        rows = sum(layout.here.sizes) if is_cut else None
-        refuse_rows_of_numbers(treedef.unflatten(may_be_rows), rows, how.verb, how.root)
+        count = sum(layout.here.sizes) if is_cut else None
+        refuse_rows_of_numbers(treedef.unflatten(may_be_rows), count, how.verb, how.root)
     # A batch of a known layout is taken as it came, so a batch with converted leaves must not become known.
     if how.layouts is not None and not converted and (not several or len(came) == len(leaves)):
         how.layouts[key] = layout

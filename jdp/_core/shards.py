@@ -25,7 +25,6 @@ GatherOf = Callable[[str], Gather]
 MOST_AT_ONCE = 32 << 20
 """Bytes of parameters that are gathered together; one parameter may be larger."""
 
-
 Scanned = Collection[tuple[tuple[int, ...], int]]
 """Shapes of parameters, each with an axis that a scan runs over, so that it must not be cut."""
 
@@ -107,12 +106,11 @@ def all_gathered(signature: Signature, operands: Sequence[Any]) -> tuple[Signatu
 def params_of(replicas: Tree) -> Tree:
     """Returns a program's parameters: its `replicas`, the first of a loss's pair, or the state of its NNX module."""
     # NNX objects come as a `Held` of `_model/nnx.py`, which the core must not import: it has a `graph`.
-    if type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph"):
-        replicas = replicas[0]
-    if not hasattr(replicas, "graph"):
-        return replicas
-    # The stand-in of an NNX module has no leaves; a function has parameters as well as NNX objects.
-    return replicas.others if jax.tree.leaves(replicas.others) else replicas.variables
+    is_pair = type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph")
+    params = replicas[0] if is_pair else replicas
+    if hasattr(params, "graph"):  # a function may have parameters, too; the stand-in of an NNX module has no leaves
+        return params.others if jax.tree.leaves(params.others) else params.variables
+    return params
 
 
 def names_of_params(signature: Signature) -> list[str]:
@@ -143,9 +141,8 @@ def whole_shape(x: Any, axis: int, n: int) -> jax.ShapeDtypeStruct:
 def as_used(body: Callable[..., Outputs], operands: Sequence[Any], signature: Signature) -> Outputs:
     """Runs the body, which takes whole parameters; each is gathered where the body uses it."""
     n, gather_of = signature.layout.mesh.size, plain_gather(signature.axis_name)
-    cut = [
-        (x, leaf.axis if isinstance(leaf, Shard) else None) for x, leaf in zip(operands, signature.leaves, strict=True)
-    ]
+    axes = [leaf.axis if isinstance(leaf, Shard) else None for leaf in signature.leaves]
+    cut = [*zip(operands, axes, strict=True)]
     shapes = [x if axis is None else whole_shape(x, axis, n) for x, axis in cut]
     jaxpr, out = jax.make_jaxpr(body, return_shape=True)(*shapes)
     refuse_constants(jaxpr, [(x, axis) for x, axis in cut if axis is not None], signature.layout.mesh)

@@ -103,8 +103,7 @@ def gradients(
             added, weight = results_of_replica(loss, steps, signature, replica, values, diff, before, shards)
             sums, grads, row_grads = added.sums
             out, counts = added.forms.marked(sums, added.rows, weight)
-            # In a second pass the cotangents are those of the finished loss. There is nothing left to divide; with None
-            # a deterministic step would scale the sum down before it is sent in a narrow dtype.
+            # In a second pass the cotangents are those of the finished loss. Nothing is left to divide, or to scale.
             over = 1.0 if loss.is_backward else added.forms.divisor(counts, weight, signature.layout)
 
             def mark(grad: Any, param: Any, cut_along: int) -> Marked:
