@@ -75,7 +75,7 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
 
-SEVERAL, TURNED, ORDERED, BLOCKS = "several", "turned", "ordered", "blocks"
+SEVERAL, TURNED, ORDERED, NEGATED, BLOCKS = "several", "turned", "ordered", "negated", "blocks"
 
 
 def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int], out: Any) -> Any:
@@ -93,6 +93,8 @@ def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], 
 def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
     """Returns the order of an array of positions: 0 for `arange(b)`, TURNED if it counts from the end, else ORDERED.
 
+    NEGATED are the positions times -1, to which JAX adds `b - 1` when it counts from the end.
+
     A choice between positions and other numbers counts as the positions: JAX makes one to resolve negative indices.
     """
     are_places = [v.degree is None or v.place != 0 for v in values]
@@ -100,13 +102,18 @@ def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
     others = [v for v, is_place in zip(values, are_places, strict=True) if not is_place]
     if not places:
         return 0
-    if name in _KEEP_PLACES or [v.number for v in others] == [_NEUTRAL.get(name, -1)]:  # 0 + 1 * places
+    numbers = [v.number for v in others]
+    if name in _KEEP_PLACES or name in _NEUTRAL and numbers == [_NEUTRAL[name]]:  # 0 + 1 * places
         return places[0]
+    if name == "neg" or name == "mul" and numbers == [-1]:
+        return NEGATED if places == [0] else ORDERED
     if name == "select_n":
         return next((place for place in places[: len(values) - 1] if place != ORDERED), ORDERED)
     if name == "gather" and are_places == [True, True]:  # positions of positions
         return {0: places[0], TURNED: _from_the_end(places[0])}.get(places[1], ORDERED)
     from_last = name in primitives.ADDS and any(v.degree == 1 and v.fault is not None for v in others)  # b - 1
+    if from_last and places == [NEGATED]:
+        return TURNED
     return _from_the_end(places[0]) if name == "rev" or from_last else ORDERED
 
 
@@ -175,7 +182,8 @@ def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
         picked = picked if {*picked} <= {*parameter(eqn, "dimension_numbers").start_index_map} else []
         picked = [0] * len(picked)  # all indices are in one array
     orders = [values[1 + i].place for i in picked if values[1 + i].kind == Kind.CONST]
-    return next((order for order in orders if order != ROUND), 0)
+    order = next((order for order in orders if order != ROUND), 0)
+    return ORDERED if order == NEGATED else order  # the first row, and then the others from the end
 
 
 def of_round(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> str:

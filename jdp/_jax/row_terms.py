@@ -65,7 +65,7 @@ def lasting(values: Sequence[RowValue]) -> Fault | None:
 
 def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
     """Returns the degree of a sum; constants up to `small`, as an epsilon in a divisor, do not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    degrees = {v.degree for v in values if v.number is None or abs(v.number) > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
 
@@ -436,5 +436,5 @@ class Reader:
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
     """Returns True if a result says only whether something is finite: `isfinite(x)`, `x != x`, `x == inf`."""
     if name in primitives.COMPARES:
-        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
+        return eqn.invars[0] is eqn.invars[1] or abs(values[1].number or 0) > 1e30
     return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)

@@ -994,6 +994,7 @@ REFUSED = {
         dice,
     ],
     "nonlinear": [
+        lambda e: (e.mean() + 1) ** -1.0,
         lambda o: (jnp.log(jnp.exp(o - (c := o.max())).sum(1)) + 2 * c).mean(),
         lambda o: jnp.log(jnp.exp(o - (c := o.max()) - c + c).sum(1)).mean(),
         lambda x: jnp.var(x[:, 0], ddof=1) * 1.0,
@@ -1437,6 +1438,7 @@ COUNTS = {
         lambda e: jnp.exp(e - lax.map(lambda i: e[(i * 7) % len(e)], jnp.arange(len(e)))).mean(),
         "pairs",
     ),
+    "picked by negated positions": (lambda e: (e * e[-1 * jnp.arange(len(e))]).mean(), "pairs"),
     "picked in turn in a loop": (lambda e: (e * lax.map(lambda i: e[i] * 2, jnp.arange(len(e)))).mean(), None),
     "picked backwards in a loop that goes backwards": (
         lambda e: (e * lax.scan(lambda c, i: (c, e[i]), 0.0, jnp.arange(len(e)), reverse=True)[1]).mean(),
