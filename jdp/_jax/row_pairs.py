@@ -265,6 +265,10 @@ def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
     return 0
 
 
+_CHOOSE = frozenset(["reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "top_k", "sort"])
+_CHOOSE |= {"reduce_window_max", "reduce_window_min"}  # all of these combine the entries of one operand
+
+
 def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bool:
     """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum.
 
@@ -276,7 +280,7 @@ def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bo
         return False
     if name == "gather" or name.replace("-", "_") in primitives.SCATTERS:
         return {*reader.rows.axes(eqn.invars[0])}.isdisjoint(_indexed(eqn)) and not is_made_in_module(reader.around)
-    if name not in primitives.ELEMENTWISE | primitives.LAYERS:
+    if name not in primitives.ELEMENTWISE | primitives.LAYERS | _CHOOSE:
         return False
     is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
     return not linear or is_product or name == "select_n"
@@ -395,7 +399,7 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
         return UNKNOWN  # a random order, which picks equally many entries of each row
     value = value._replace(given=False)
     along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
-    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # other operands, and ids, are only moved
+    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.inexact)  # other operands, and ids, are only moved
     if value.kind == Kind.ROWS and along_rows and is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
     return value

@@ -188,6 +188,8 @@ class Reader:
         may_be_cut = name == "convert_element_type" and values[0].kind > Kind.SHARED
         if may_be_cut and values[0].degree != 1 and cuts_off(eqn, out):  # degree 1: it may be a count of ones
             return self.nonlinear(eqn, "floor", values, out)
+        if name == "div" and values[0].kind == Kind.SUMMED and jnp.issubdtype(out.aval.dtype, jnp.integer):
+            return self.nonlinear(eqn, "floor", values, out)
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -242,7 +244,7 @@ class Reader:
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
         """Returns the operand of a cumulative sum along the rows, with a fault unless its results are integers."""
-        if values[0].kind != Kind.ROWS or not jnp.issubdtype(out.aval.dtype, jnp.floating):
+        if values[0].kind != Kind.ROWS or not jnp.issubdtype(out.aval.dtype, jnp.inexact):
             return values  # of integers it is a position, as among an expert's rows
         return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
