@@ -276,6 +276,8 @@ def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bo
     """
     eqn, places = reader.around[-1], _places(values)
     name = eqn.primitive.name
+    if BLOCKS in places and name in _CHOOSE and "axes" in eqn.params:
+        return next(iter(reader.rows.axes(eqn.invars[0])), 0) - 1 in parameter(eqn, "axes")  # that of the blocks
     if len(places) < 2 and SEVERAL not in places:
         return False
     if name == "gather" or name.replace("-", "_") in primitives.SCATTERS:

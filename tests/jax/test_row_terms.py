@@ -1442,6 +1442,11 @@ COUNTS = {
     "a row times the next": (lambda e: jnp.stack([e, jnp.roll(e, 1)], 1).prod(1).mean(), "pairs"),
     "which of two rows is larger": (lambda x: jnp.concatenate([x, x[::-1]], 1).argmax(1).mean(), "pairs"),
     "a row and the next in order": (lambda e: lax.top_k(jnp.stack([e, jnp.roll(e, 1)], 1), 1)[0].mean(), "pairs"),
+    "halves that multiply": (lambda e: e.reshape(2, -1).prod(0).mean(), "pairs"),
+    "whole numbers so far": (
+        lambda e: lax.scan(lambda c, v: ((c + v).astype(int).astype(float), None), 0.0, e)[0] / len(e),
+        "nonlinear",
+    ),
     "complex sum so far": (lambda e: jnp.abs(jnp.cumsum(e + 0j)).mean(), "pairs"),
     "complex order": (lambda e: (jnp.sort(e + 0j) * e).real.mean(), "pairs"),
     "eigenvalue": (lambda x: jnp.abs(jnp.linalg.eigvals(x.T @ x / len(x))).max(), "nonlinear"),
