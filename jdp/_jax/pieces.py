@@ -130,7 +130,7 @@ class _Piece:
         return [*dict.fromkeys(v for v in found if v not in own)]
 
     def makes(self) -> list[Any]:
-        return [*self.views, *(v for eqn in self.eqns for v in eqn.outvars)]
+        return [*self.gathered, *(v for eqn in self.eqns for v in eqn.outvars)]
 
 
 def _bytes(v: Any) -> int:

@@ -88,7 +88,31 @@ def with_adjoints_in(context: Callable[[], Any], call: Callable[[Any], Any]) -> 
     return run
 
 
-_PLAIN_CALLS = CALLS - {"custom_jvp_call", "custom_vjp_call"}  # without derivatives of the user's own
+_CUSTOM_CALLS = {"custom_jvp_call", "custom_vjp_call"}  # with derivatives of the user's own
+_PLAIN_CALLS = CALLS - _CUSTOM_CALLS
+
+
+def _not_differentiable(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Returns the operands of a custom call whose body replaces it; raises a `ValueError` where a derivative is taken.
+
+    The body's own derivative is not the user's, and the user's has collectives that nothing has rewritten.
+    """
+
+    @jax.custom_jvp
+    def same(values: Sequence[Any]) -> Sequence[Any]:
+        return values
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        name = eqn.primitive.name.removesuffix("_call")
+        raise ValueError(
+            f"jdp.parallel_apply: a jax.{name} of the model has a collective over the replicas or their index in it, "
+            f"and its gradient is taken from outside of the replicas; with several replicas on a device, or unequal "
+            f"chunks, jdp runs another body in its place. Use dp.value_and_grad or dp.train_step, or as many devices "
+            f"as replicas and a batch that divides by them."
+        )
+
+    return same(values) if values else values  # type: ignore[no-any-return]
 
 
 def with_pairs_cut(
@@ -193,6 +217,10 @@ def over_more(jaxpr: Any, axis_name: str, inner: str, size: int, refuse: Callabl
     """
 
     def rule(eqn: Any) -> Callable[..., Any] | None:
+        if eqn.primitive.name in _CUSTOM_CALLS:
+            new = rewrite(body := next(inside(eqn)), rule)
+            run = jax.extend.core.jaxpr_as_fun(new)
+            return None if new is body else lambda *values: run(*_not_differentiable(eqn, values))
         if axis_name not in axes(eqn):
             return None
         name = eqn.primitive.name
@@ -220,8 +248,9 @@ def inlined(jaxpr: Any, wanted: Callable[[Any], bool], refuse: Callable[[Any], E
             if not any(wanted(e) for body in bodies for e in equations(body)):
                 evaluate_eqn(eqn, env)
             elif eqn.primitive.name in CALLS:
-                body = inline(bodies[0], [read(env, v) for v in eqn.invars])
-                env.update(zip(eqn.outvars, body, strict=True))
+                values: Sequence[Any] = [read(env, v) for v in eqn.invars]
+                values = _not_differentiable(eqn, values) if eqn.primitive.name in _CUSTOM_CALLS else values
+                env.update(zip(eqn.outvars, inline(bodies[0], values), strict=True))
             elif unroll and eqn.primitive.name == "scan" and parameter(eqn, "length"):
                 env.update(zip(eqn.outvars, iterations(eqn, [read(env, v) for v in eqn.invars]), strict=True))
             else:

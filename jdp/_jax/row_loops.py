@@ -17,7 +17,7 @@ from . import row_primitives as primitives
 from .callers import is_made_in_module
 from .jaxprs import CALLS, inside, is_literal, opened, parameter, parts_of_scan, reached
 from .row_pairs import ORDERED, TURNED
-from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, either
+from .row_values import ROUND, UNKNOWN, Fault, Kind, RowValue, cuts_off, either
 
 Parts = dict[int | str, float | None]
 """What a value in a loop depends on. The keys are the indices of carried numbers; ROW is the row of the round, and
@@ -245,6 +245,8 @@ def _made(eqn: Any, operands: list[Parts]) -> list[Parts]:
         return [_added(a, _scaled(b, -1) if name == "sub" else b)]
     if name == "neg":
         return [_scaled(operands[0], -1)]
+    if name == "convert_element_type" and cuts_off(eqn, eqn.outvars[0]):
+        return [_mixed(operands, math.nan)]
     if name in _MOVES or name in ("scatter_add", "scatter_sub", "dynamic_slice", "gather"):
         return [_added(operands[0], _mixed(operands[1:], None))] * count  # what is added at indices is not followed
     if name in ("mul", "div"):

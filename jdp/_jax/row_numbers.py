@@ -215,13 +215,13 @@ _SMALL, _LARGE = 1e-4, 1e4  # an epsilon in a divisor; what a mask subtracts to 
 
 def _is_left_out(case: RowValue, role: Role | None) -> bool:
     """Returns True for a constant that a mask writes where a softmax shall leave something out."""
-    return role == "scaled" and case.number == 0 or role == "shifted" and (case.number or 0) > _LARGE
+    return role == "scaled" and case.number == 0 or role == "shifted" and abs(case.number or 0) > _LARGE
 
 
 def _stay_scaled(name: str, values: Sequence[RowValue], others: Sequence[RowValue], linear: bool, is_one: bool) -> bool:
     """Returns True if the number that multiplies the exponentials of shifted rows also multiplies the result."""
     if name in _PUTS:
-        return linear and is_one and all(v.number is not None and v.number <= _SMALL for v in others)
+        return linear and is_one and all(v.number is not None and abs(v.number) <= _SMALL for v in others)
     if name in primitives.PRODUCTS:
         return linear and bool(others) and not (name == "div" and values[1].pending is not None)
     return name in ("abs", "sign") or linear and is_one
@@ -232,7 +232,7 @@ def _shifted(eqn: Any, name: str, values: Sequence[RowValue], pending: Fault, at
     is_first = values[0].pending is not None
     if name == "exp":
         return "scaled", pending
-    is_masked = name == "max" and any((v.number or 0) > _LARGE for v in values)
+    is_masked = name == "max" and any(abs(v.number or 0) > _LARGE for v in values)
     if is_masked or name in _KEEP_SHIFT and is_first or name in primitives.ADDS and (is_first or name != "sub"):
         return "shifted", pending
     is_whole = name == "mul" or name == "div" and is_first

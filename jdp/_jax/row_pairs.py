@@ -75,7 +75,7 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
 
-SEVERAL, TURNED, ORDERED, BLOCKS = "several", "turned", "ordered", "blocks"
+SEVERAL, TURNED, ORDERED, NEGATED, BLOCKS = "several", "turned", "ordered", "negated", "blocks"
 
 
 def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int], out: Any) -> Any:
@@ -93,6 +93,8 @@ def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], 
 def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
     """Returns the order of an array of positions: 0 for `arange(b)`, TURNED if it counts from the end, else ORDERED.
 
+    NEGATED are the positions times -1, to which JAX adds `b - 1` when it counts from the end.
+
     A choice between positions and other numbers counts as the positions: JAX makes one to resolve negative indices.
     """
     are_places = [v.degree is None or v.place != 0 for v in values]
@@ -100,13 +102,18 @@ def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
     others = [v for v, is_place in zip(values, are_places, strict=True) if not is_place]
     if not places:
         return 0
-    if name in _KEEP_PLACES or [v.number for v in others] == [_NEUTRAL.get(name, -1)]:  # 0 + 1 * places
+    numbers = [v.number for v in others]
+    if name in _KEEP_PLACES or name in _NEUTRAL and numbers == [_NEUTRAL[name]]:  # 0 + 1 * places
         return places[0]
+    if name == "neg" or name == "mul" and numbers == [-1]:
+        return NEGATED if places == [0] else ORDERED
     if name == "select_n":
         return next((place for place in places[: len(values) - 1] if place != ORDERED), ORDERED)
     if name == "gather" and are_places == [True, True]:  # positions of positions
         return {0: places[0], TURNED: _from_the_end(places[0])}.get(places[1], ORDERED)
     from_last = name in primitives.ADDS and any(v.degree == 1 and v.fault is not None for v in others)  # b - 1
+    if from_last and places == [NEGATED]:
+        return TURNED
     return _from_the_end(places[0]) if name == "rev" or from_last else ORDERED
 
 
@@ -175,7 +182,8 @@ def order_of_picks(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> Any:
         picked = picked if {*picked} <= {*parameter(eqn, "dimension_numbers").start_index_map} else []
         picked = [0] * len(picked)  # all indices are in one array
     orders = [values[1 + i].place for i in picked if values[1 + i].kind == Kind.CONST]
-    return next((order for order in orders if order != ROUND), 0)
+    order = next((order for order in orders if order != ROUND), 0)
+    return ORDERED if order == NEGATED else order  # the first row, and then the others from the end
 
 
 def of_round(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> str:
@@ -257,6 +265,10 @@ def _start(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> int | None:
     return 0
 
 
+_CHOOSE = frozenset(["reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "top_k", "sort"])
+_CHOOSE |= {"reduce_window_max", "reduce_window_min"}  # all of these combine the entries of one operand
+
+
 def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bool:
     """Returns True if an equation combines rows with those at other positions, entry by entry, other than by a sum.
 
@@ -264,11 +276,13 @@ def meets_elsewhere(reader: Any, values: Sequence[RowValue], linear: bool) -> bo
     """
     eqn, places = reader.around[-1], _places(values)
     name = eqn.primitive.name
+    if BLOCKS in places and name in _CHOOSE and "axes" in eqn.params:
+        return next(iter(reader.rows.axes(eqn.invars[0])), 0) - 1 in parameter(eqn, "axes")  # that of the blocks
     if len(places) < 2 and SEVERAL not in places:
         return False
     if name == "gather" or name.replace("-", "_") in primitives.SCATTERS:
         return {*reader.rows.axes(eqn.invars[0])}.isdisjoint(_indexed(eqn)) and not is_made_in_module(reader.around)
-    if name not in primitives.ELEMENTWISE | primitives.LAYERS:
+    if name not in primitives.ELEMENTWISE | primitives.LAYERS | _CHOOSE:
         return False
     is_product = name in primitives.PRODUCTS and all(v.kind == Kind.ROWS for v in values)
     return not linear or is_product or name == "select_n"
@@ -387,7 +401,7 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
         return UNKNOWN  # a random order, which picks equally many entries of each row
     value = value._replace(given=False)
     along_rows = parameter(eqn, "dimension") in rows.axes(eqn.invars[i])
-    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)  # other operands, and ids, are only moved
+    is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.inexact)  # other operands, and ids, are only moved
     if value.kind == Kind.ROWS and along_rows and is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
     return value

@@ -87,7 +87,8 @@ NONLINEAR = (
         "atanh logistic erf erfc erf_inv lgamma digamma floor ceil round rem nextafter reduce_prod cumprod "
         "cumlogsumexp cholesky eigh svd lu qr triangular_solve custom_linear_solve tridiagonal_solve approx_top_k "
         "reduce igamma igammac bessel_i0e bessel_i1e polygamma zeta regularized_incomplete_beta scatter_mul "
-        "scatter_max scatter_min"
+        "scatter_max scatter_min eig schur hessenberg tridiagonal igamma_grad_a random_gamma_grad reduce_xor clz mulhi "
+        "population_count bitcast_convert_type"
     )
 )
 # Each entry of a result is made of the entries at its place.

@@ -65,7 +65,7 @@ def lasting(values: Sequence[RowValue]) -> Fault | None:
 
 def sum_degree(values: Sequence[RowValue], small: float = 1e-4) -> int | None:
     """Returns the degree of a sum; constants up to `small`, as an epsilon in a divisor, do not count."""
-    degrees = {v.degree for v in values if v.number is None or v.number > small}
+    degrees = {v.degree for v in values if v.number is None or abs(v.number) > small}
     return (degrees or {0}).pop() if len(degrees) < 2 else None
 
 
@@ -188,6 +188,8 @@ class Reader:
         may_be_cut = name == "convert_element_type" and values[0].kind > Kind.SHARED
         if may_be_cut and values[0].degree != 1 and cuts_off(eqn, out):  # degree 1: it may be a count of ones
             return self.nonlinear(eqn, "floor", values, out)
+        if name == "div" and values[0].kind == Kind.SUMMED and jnp.issubdtype(out.aval.dtype, jnp.integer):
+            return self.nonlinear(eqn, "floor", values, out)
         if name in primitives.LINEAR:
             return self.linear(eqn, name, values, summed, out)
         if name in primitives.PRODUCTS:
@@ -242,7 +244,7 @@ class Reader:
 
     def cumulated(self, values: list[RowValue], out: Any) -> list[RowValue]:
         """Returns the operand of a cumulative sum along the rows, with a fault unless its results are integers."""
-        if values[0].kind != Kind.ROWS or not jnp.issubdtype(out.aval.dtype, jnp.floating):
+        if values[0].kind != Kind.ROWS or not jnp.issubdtype(out.aval.dtype, jnp.inexact):
             return values  # of integers it is a position, as among an expert's rows
         return [values[0]._replace(fault=lasting(values) or Fault("pairs", self.at(), True))]
 
@@ -436,5 +438,5 @@ class Reader:
 def _guards(eqn: Any, name: str, values: list[RowValue]) -> bool:
     """Returns True if a result says only whether something is finite: `isfinite(x)`, `x != x`, `x == inf`."""
     if name in primitives.COMPARES:
-        return eqn.invars[0] is eqn.invars[1] or (values[1].number or 0) > 1e30
+        return eqn.invars[0] is eqn.invars[1] or abs(values[1].number or 0) > 1e30
     return name == "is_finite" or name in primitives.OF_BOOLS and all(v.guards for v in values)

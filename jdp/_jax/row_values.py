@@ -150,16 +150,16 @@ def constant(x: Any, prime: int) -> RowValue:
         # The function made it by the number of rows: one number in all entries, or weights of the rows.
         return UNKNOWN if (number := uniform(x)) is None else constant(number, prime)
     try:
-        number = abs(float(x))
+        number = float(x)
     except (TypeError, ValueError):
         return CONST
-    power = 0
+    power, size = 0, abs(number)
     if prime and number and math.isfinite(number):
-        inverse, dtype = 1 / number, jnp.result_type(x)
+        inverse, dtype = 1 / size, jnp.result_type(x)
         near = float(jnp.finfo(dtype).eps) * inverse if jnp.issubdtype(dtype, jnp.floating) else 0.0
-        if number == int(number):
-            power = prime_power(int(number), prime)
-            if not power and prime_power(int(number) + 1, prime) == 1:  # the divisor of an unbiased variance
+        if size == int(size):
+            power = prime_power(int(size), prime)
+            if not power and prime_power(int(size) + 1, prime) == 1:  # the divisor of an unbiased variance
                 return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
         elif inverse > 1 and abs(inverse - round(inverse)) <= near:
             power = -prime_power(round(inverse), prime)
@@ -413,15 +413,15 @@ class RowCount:
         except (TypeError, ValueError):
             return CONST
         if one == two or not (one and two and math.isfinite(one) and math.isfinite(two)):
-            return RowValue(Kind.CONST, 0 if one == two else None, one)
+            return RowValue(Kind.CONST, 0 if one == two else None, float(x))
         power = self._exponent(one, two)
         if power is None and self._exponent(one + 1, two + 1) == 1:  # the divisor of an unbiased variance
             return RowValue(Kind.CONST, 1, fault=Fault("sum", ()))
         is_root = any(self._exponent(one**k, two**k) is not None for k in (2, 3, 4))
         if power is None and not is_root and not self._is_linear(one, two):
             # Another function of the number of rows; or a number that Python draws, or counts up.
-            return RowValue(Kind.UNKNOWN, None, one)
-        return RowValue(Kind.CONST, power, one)
+            return RowValue(Kind.UNKNOWN, None, float(x))
+        return RowValue(Kind.CONST, power, float(x))
 
     def _is_linear(self, one: float, two: float) -> bool:
         """Returns True if a number, or its inverse, may be `k * b + c` with whole k and c, or `b * (b - 1) / 2`.

@@ -137,6 +137,12 @@ def test_results_that_are_parameters_literals_or_inputs_are_given_back():
         assert isinstance(got, jax.Array | np.ndarray)
 
 
+def test_what_a_loop_or_a_checkpoint_gathers_may_be_a_result_too():
+    fn = lambda w, x: (model(w, x), w["stack"], jax.checkpoint(jnp.matmul)(x, w["a"]), w["a"])  # noqa: E731
+    got, want = in_pieces(fn, W, H, 0, Gathers(), axis=1), plain(fn)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_a_program_without_parameters_runs_as_it_is():
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), 2 * x))(H)
     for got, want in zip(run_in_pieces(jaxpr, [H], 0), (np.sin(H), 2 * H), strict=True):

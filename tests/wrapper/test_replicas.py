@@ -234,6 +234,17 @@ def test_collectives_that_do_not_reach_within_a_device_are_refused(refused):
         dp(2.0, X[:16])
 
 
+@pytest.mark.parametrize("of_all", [lambda x: x * jax.lax.axis_index("data"), lambda x: jax.lax.psum(x, "data")])
+def test_a_derivative_of_the_users_own_with_a_collective_is_refused_from_outside(refused, of_all):
+    """What replaces its body would be differentiated as plain JAX does, and the gradient would be wrong."""
+    own = jax.custom_vjp(of_all)
+    own.defvjp(lambda x: (of_all(x), None), lambda _, g: (10 * g,))
+    dp, wide = (jdp.DataParallel(lambda w, x: own(x * w), range(n), replicas=r) for n, r in [(1, 2), (2, None)])
+    close(dp(2.0, X[:16]), wide(2.0, X[:16]))
+    with refused(ValueError, "parallel_apply", match="a jax.custom_vjp of the model"):
+        jax.grad(lambda w: dp(w, X[:16]).sum())(2.0)
+
+
 def test_uneven_chunks_of_a_model_with_collectives_are_refused(refused):
     dp = jdp.DataParallel(meets, range(2), replicas=4)
     with refused(ValueError, "parallel_apply", match="multiple of 4"):
