@@ -107,7 +107,7 @@ def params_of(replicas: Tree) -> Tree:
     """Returns a program's parameters: its `replicas`, the first of a loss's pair, or the state of its NNX module."""
     # NNX objects come as a `Held` of `_model/nnx.py`, which the core must not import: it has a `graph`.
     is_pair = type(replicas) is tuple and len(replicas) == 2 and hasattr(replicas[1], "graph")
-    params = replicas[0] if is_pair else replicas
+    params: Any = replicas[0] if is_pair else replicas
     if hasattr(params, "graph"):  # a function may have parameters, too; the stand-in of an NNX module has no leaves
         return params.others if jax.tree.leaves(params.others) else params.variables
     return params

@@ -323,8 +323,8 @@ def _form_of_combination(
 
 def _form_of_value(x: Any, name: str, followed: Followed, at: int, weight: float) -> tuple[Form, list[Any]]:
     """Returns the form of a value that is no term (entries per row, or a mean over the rows), and its summand."""
-    if is_number(x) and not isinstance(x, jax.Array | int):
-        x = jnp.asarray(x)  # numpy's float64 is often no dtype of JAX's
+    is_converted = is_number(x) and not isinstance(x, jax.Array | int)
+    x = jnp.asarray(x) if is_converted else x  # numpy's float64 is often no dtype of JAX's
     axis = followed.axis(at) if is_number(x) and jnp.ndim(x) else None
     if isinstance(axis, str):
         raise TypeError(

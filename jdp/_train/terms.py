@@ -73,9 +73,8 @@ class Term:
 class Mean(Term):
     """A mean over the whole batch, `jdp.Mean(total, count)`: sums of both over all replicas, divided once.
 
-    Use it for a loss or a metric whose weight is not the number of rows: the loss per token of sentences
-    that differ in length. Replicas and microbatches each give their own total and count. A count that depends on
-    the parameters is differentiated, too.
+    Use it for a loss or a metric whose weight is not the number of rows: the loss per token of sentences that differ in
+    length. Replicas and microbatches give their own totals and counts. A count may depend on the parameters.
 
     Terms can be added, subtracted and multiplied by real numbers (Python's, or 0-d arrays that do not depend on the
     rows), with plain scalars and vectors of rows among them: `jdp.Mean(box, n_boxes) + 0.5 * class_losses`.
@@ -143,7 +142,7 @@ class Combination(Term):
 def _parts_of_term(x: Any) -> Combination:
     if isinstance(x, Combination):
         return x
-    if not isinstance(x, Term) and not is_number(x):
+    if not (is_term(x) or is_number(x)):
         raise TypeError(
             f"jdp.Mean: a {type(x).__name__} is added to it; terms are jdp.Mean, jdp.Sum, a scalar or a vector with "
             f"one entry per row. Add one of these."
@@ -153,8 +152,7 @@ def _parts_of_term(x: Any) -> Combination:
 
 def _wide(factor: Any) -> Any:
     """Returns a number in 32 bits, as totals are added: a product or a quotient of factors may not fit into 16."""
-    is_narrow = hasattr(factor, "dtype") and factor.dtype.itemsize < 4 and not jnp.ndim(factor)
-    return jnp.asarray(factor, jnp.float32) if is_narrow else factor
+    return jnp.asarray(factor, jnp.float32) if hasattr(factor, "dtype") and factor.dtype.itemsize < 4 else factor
 
 
 def is_term(x: Any) -> bool:
