@@ -278,8 +278,8 @@ MUTANTS = (
     Mutant(
         "sum-of-16-bits",
         "jdp/_train/gradients.py",
-        "return wire or (dtype if dtype.itemsize < 4 else None)",
-        "return wire",
+        "if wire else dtype if dtype.itemsize < 4 else None",
+        "if wire else None",
         "gradients of float16 are divided when their sum has left its range",
         ("train/test_value_and_grad.py::test_float16_gradients_of_any_mean_in_range_are_in_range",),
     ),
