@@ -63,7 +63,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
             return None
         if not leaves:
             return None
-        if not all_lie(leaves, mesh.replicated) if inside is None else _shardings(leaves) != inside:
+        if not all_lie(leaves, mesh) if inside is None else _shardings(leaves) != inside:
             return None
         placed = [x for x in arrays if type(x) is not np.ndarray]
         if placed and are_freed(placed) or inside is not None and are_freed(leaves):
@@ -92,7 +92,7 @@ class Calls(Recent[Any, Recent[Any, Known]]):
         if key is None or not _are(arrays, [*inputs._arrays, *kw._arrays]):
             return
         (found, treedef), (moved, of_replicas) = jax.tree.flatten(params), jax.tree.flatten(replicas)
-        lie = all_lie(found, mesh.replicated)
+        lie = all_lie(found, mesh)
         if not _are(found, moved) or not (lie or mesh.inner_axes) or not is_plain():
             return
         if module is not self._module:

@@ -429,14 +429,14 @@ def are_freed(leaves: Sequence[Any]) -> bool:
         return any(x.is_deleted() for x in leaves if type(x) in kinds)
 
 
-def all_lie(leaves: list[Any], where: Any) -> bool:
-    """Returns True if all leaves are arrays with this very sharding, and none was freed."""
+def all_lie(leaves: list[Any], mesh: ReplicaMesh) -> bool:
+    """Returns True if all leaves are arrays that are replicated over the mesh, and none was freed."""
     try:
         found = [x.sharding for x in leaves]
     except AttributeError:  # numbers, numpy's arrays and tracers have none
         return False
-    # Usually all leaves share one sharding object, which `count` compares by identity; so == runs only once.
-    return not found or found[0] == where and found.count(found[0]) == len(found) and not are_freed(leaves)
+    # Usually all leaves share one sharding object, which `count` compares by identity; so only one is looked at.
+    return not found or mesh.replicates(found[0]) and found.count(found[0]) == len(found) and not are_freed(leaves)
 
 
 def refuse_freed(leaves: Sequence[Any], verb: str, name: Callable[[int], str]) -> None:

@@ -110,6 +110,16 @@ class ReplicaMesh:
         spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis_name)
         return NamedSharding(self.jax_mesh, spec)
 
+    def replicates(self, sharding: Any) -> bool:
+        """Returns True if this sharding replicates over the devices, in their order, whatever its axes are called."""
+        if sharding == self.replicated:
+            return True
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            return False
+        is_auto = all(kind == AxisType.Auto for kind in sharding.mesh.axis_types)
+        is_whole = sharding.is_fully_replicated and sharding.memory_kind == self.replicated.memory_kind
+        return is_auto and is_whole and (*sharding.mesh.devices.flat,) == self.all_devices
+
     def holds(self, sharding: Any) -> bool:
         """Returns True if each replica holds an array with this sharding: whole, or cut over the replica's devices."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.jax_mesh:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Sharding
 
 from .devices import Devices
 from .fingerprint import compare_processes
@@ -61,15 +60,18 @@ def replicate(tree: Tree, devices: Devices = None) -> Tree:
 OfShards = Literal["scattered", "whole", "kept"]
 
 
-def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfShards = "scattered") -> Tree:
+def broadcast(
+    tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfShards = "scattered", comes_back: bool = False
+) -> Tree:
     """Replicates a tree, which errors call `root`. A `Scattered` in it (state with a batch axis) stays as it is.
 
     `cut` says what becomes of a leaf that is cut over this mesh (`shard_params`): "scattered", so that the program
-    gathers it, "whole", or "kept" as it is.
+    gathers it, "whole", or "kept" as it is. If the tree `comes_back` from the program, as a state does, it gets the
+    very sharding of the results; otherwise the next call would compile the program again.
     """
     target = mesh.replicated
     leaves, _ = flatten_batch(tree, verb, "params", stop=None)
-    if all_lie(leaves, target) or mesh.is_described:
+    if mesh.is_described or all_lie(leaves, mesh) and not (comes_back and leaves and leaves[0].sharding != target):
         return tree
     refuse_freed_in(tree, leaves, verb, root)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scattered)
@@ -80,7 +82,7 @@ def broadcast(tree: Tree, mesh: ReplicaMesh, verb: str, root: str = "", cut: OfS
         _pin_gradients(found, mesh)
         tree = tree if all(map(operator.is_, found, leaves)) else treedef.unflatten(found)
         leaves = found
-    away = _away(leaves, mesh, target)
+    away = _away(leaves, mesh, comes_back)
     if not away:
         return tree
     for i in list(away):
@@ -116,15 +118,17 @@ def refuse_freed_in(tree: Tree, leaves: list[Any], verb: str, root: str) -> None
     refuse_freed([concrete(x) if isinstance(x, Tracer) else x for x in leaves], verb, name)
 
 
-def _away(leaves: list[Any], mesh: ReplicaMesh, target: Sharding) -> list[int]:
+def _away(leaves: list[Any], mesh: ReplicaMesh, comes_back: bool) -> list[int]:
     """Returns the indices of the leaves that do not lie on the replicas yet."""
 
     def is_away(x: Any) -> bool:
-        # By equality, not by equivalence: on one device an uncommitted array is in the right place, but a
-        # jitted step would compile once for it, and again for what comes back committed.
-        if is_scattered(x) or (value := concrete(x)) is None or (found := getattr(value, "sharding", None)) == target:
+        if is_scattered(x) or (value := concrete(x)) is None:
             return False
-        return not (mesh.inner_axes and mesh.holds(found))
+        # Not by equivalence: on one device an uncommitted array is in the right place, but a jitted step would compile
+        # once for it, and again for what comes back committed.
+        found = getattr(value, "sharding", None)
+        lies = found == mesh.replicated or not comes_back and mesh.replicates(found)
+        return not (lies or mesh.inner_axes and mesh.holds(found))
 
     return [i for i, x in enumerate(leaves) if is_away(x)]
 

@@ -225,7 +225,7 @@ def _replicas(
     """
     whole = _without_objects(whole)
     _refuse_deleted({p: x for p, x in whole.items() if p in donate}, mesh)
-    placed = broadcast(whole, mesh, VERB, "args")
+    placed = broadcast(whole, mesh, VERB, "args", comes_back=True)
     given, donated = ({p: x for p, x in tree.items() if p in donate} for tree in (whole, placed))
     # An array that was moved may share memory with the caller's, which stays. One that was in place is given away.
     donated = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), donated, given)

@@ -375,7 +375,7 @@ class DataParallel(nnx.Module, Generic[M]):
             nnx.update(self.module, sharded(params, mesh, "DataParallel"))
         if mesh.inner_axes:
             state = _nnx.put_annotated(state, mesh)
-        nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept"))
+        nnx.update(self.module, broadcast(state, mesh, "DataParallel", cut="kept", comes_back=True))
 
     def _needs_nnx(self, method: str) -> None:
         if self._config.kind != "nnx":

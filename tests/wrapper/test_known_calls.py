@@ -68,6 +68,21 @@ def test_scattered_and_host_batches_of_placed_parameters_are_recalled(monkeypatc
         dp.apply(params, X[:8])  # of another shape: not known
 
 
+def test_parameters_that_were_replicated_under_another_name_of_the_axis_are_recalled(monkeypatch, compilations):
+    """`jdp.replicate` calls the axis "data". Its arrays lie where they belong; but a state comes back as results do."""
+    dp = wrapper(axis_name="batch")
+    params = jdp.replicate(host_params())
+    first = dp.apply(params, X)
+    with straight(monkeypatch):
+        same(dp.apply(params, X), first)
+    np.testing.assert_allclose(first, EXPECTED)
+    step = dp.parallel(lambda params, x: (jax.tree.map(jnp.negative, params), x.sum()), in_axes=(None, 0))
+    state, _ = step(params, X)
+    compilations()
+    state, _ = step(state, X)
+    assert not compilations()
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("rows", [16, 13])
 def test_one_program_with_outputs_of_several_trees(monkeypatch, rows):
