@@ -436,7 +436,8 @@ def all_lie(leaves: list[Any], mesh: ReplicaMesh) -> bool:
     except AttributeError:  # numbers, numpy's arrays and tracers have none
         return False
     # Usually all leaves share one sharding object, which `count` compares by identity; so only one is looked at.
-    return not found or mesh.replicates(found[0]) and found.count(found[0]) == len(found) and not are_freed(leaves)
+    lies = bool(found) and (found[0] == mesh.replicated or mesh.replicates(found[0]))
+    return not found or lies and found.count(found[0]) == len(found) and not are_freed(leaves)
 
 
 def refuse_freed(leaves: Sequence[Any], verb: str, name: Callable[[int], str]) -> None:
