@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "one-leaf-in-place",
         "jdp/_core/programs.py",
-        "found[0] == where and found.count(found[0]) == len(found)",
-        "where in found",
+        "lies and found.count(found[0]) == len(found)",
+        "mesh.replicated in found",
         "parameters of which one leaf is on all devices are taken as they are",
         ("core/test_replicate.py::test_one_leaf_out_of_place_moves_alone",),
     ),
