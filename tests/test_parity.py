@@ -461,7 +461,7 @@ def test_hooks_in_the_model(devices):
         calls.append(args[0].shape)
         return method(*args, **kwargs)
 
-    dp = jdp.DataParallel(nn.Dense(2), devices[:4])
+    dp = jdp.DataParallel(nn.Dense(4), devices[:4])
     variables = dp.init(jax.random.key(0), ramp(5, 3))
     with nn.intercept_methods(intercept):
         dp.apply(variables, ramp(5, 3))

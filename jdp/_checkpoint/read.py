@@ -51,6 +51,7 @@ _PASSING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 _PAUSE = 1.0  # seconds until it is read once more after one of them
 
 
+@jax.transfer_guard("allow")
 def read(path: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """Returns the arrays, as `encode` gave them but with the shardings of `leaves`; the data cursor; and the replicas.
 
@@ -123,6 +124,7 @@ def _lacks_room(error: BaseException) -> bool:
     return any(full) or any(isinstance(e, MemoryError) for e in _causes(error))
 
 
+@jax.transfer_guard("allow")
 def intact(path: Any) -> str:
     """Returns what is wrong with a checkpoint, or "". It runs in one process, on the host, in any thread.
 

@@ -231,7 +231,7 @@ def fingerprint(tree: Tree) -> np.ndarray:
     # and only a few such programs may be in flight, so all cut leaves of a mesh share one.
     for i, x in enumerate(leaves):
         if not isinstance(x, jax.Array):
-            found[i] = _hash_words(*_host_words(x))
+            found[i] = _hash_words(*jax.device_put(_host_words(x)))  # explicitly, for a transfer guard
         elif x.is_fully_replicated:
             found[i] = _hash_one((jax.random.key_data(x) if is_key(x) else x).addressable_data(0))  # on one device
         else:

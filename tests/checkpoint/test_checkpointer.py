@@ -150,6 +150,23 @@ def test_a_freed_state_is_refused_and_damages_nothing(tmp_path, refused):
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
 
 
+def test_a_transfer_guard_is_for_the_users_transfers(tmp_path, spread):
+    """Under it no checkpoint counts as damaged: old ones are deleted, and the newest is restored."""
+    state = state_of(1, *spread(4))
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        with jdp.Checkpointer(tmp_path, keep=1) as saved:
+            for step in (1, 2, 3):
+                saved.save(step, state)
+            saved.wait()
+            assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["3"]
+            got, _ = saved.restore(state)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+    assert got["w"].sharding == state["w"].sharding
+    np.testing.assert_array_equal(got["w"], state["w"])
+
+
 def test_an_empty_directory_gives_the_state_itself(tmp_path):
     state = {"w": np.ones(2)}
     with jdp.Checkpointer(tmp_path / "new" / "one") as checkpointer:

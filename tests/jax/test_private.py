@@ -623,10 +623,9 @@ def test_canary_calls(fn):
     (eqn,) = jax.make_jaxpr(fn)(jnp.ones(2)).eqns
     feature = lost(f"{eqn.primitive.name}", "sync_batch_norm refuses uneven chunks of a model that has one")
     assert eqn.primitive.name in jaxprs.CALLS and len([*jaxprs.inside(eqn)]) == 1, feature
-    got = rewrites.inlined(
-        jax.make_jaxpr(fn)(jnp.ones(2)), lambda eqn: eqn.primitive.name in ("sin", "mul", "max"), str
-    )
-    assert not any(e.primitive.name == eqn.primitive.name for e in got.eqns), feature
+    is_inside = lambda eqn: eqn.primitive.name in ("sin", "mul", "max")  # noqa: E731
+    got = rewrites.inlined(jax.make_jaxpr(fn)(jnp.ones(2)), is_inside, str)
+    assert any(map(is_inside, got.eqns)), feature
     np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(got)(X[0, :2])[0], fn(X[0, :2]))
 
 

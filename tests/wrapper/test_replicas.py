@@ -229,7 +229,7 @@ def test_a_model_sees_an_axis_with_as_many_members(replicas, n, model):
 
 
 def test_collectives_that_do_not_reach_within_a_device_are_refused(refused):
-    dp = jdp.DataParallel(lambda w, x: jax.lax.all_gather(x * w, "data"), range(2), replicas=4)
+    dp = jdp.DataParallel(lambda w, x: jax.lax.all_gather(x * w, "data", tiled=True), range(2), replicas=4)
     with refused(ValueError, "parallel_apply", match="all_gather over 'data', and 2 devices have 2 replicas"):
         dp(2.0, X[:16])
 
