@@ -123,6 +123,7 @@ class Batches:
     """Batches of data that can be indexed, made by `dp.batches(data, 256)`: an iterable that counts what was taken.
 
     Attributes:
+        epochs: how often each row comes; None if they never end.
         per_epoch: the number of batches of an epoch.
         start: the number of batches that were taken before.
         taken: `start` and the number of batches that the newest loop has taken; pass it as `start` to go on from there.
@@ -150,7 +151,8 @@ class Batches:
     ) -> None:
         self._config, self._data = config, data
         self._cutting = Cutting(config.mesh, config.dim, VERB, "batch", replicas=config.replicas)
-        self._batch_size, self._seed, self._epochs, self._size, self._workers = batch_size, seed, epochs, size, workers
+        self._batch_size, self._seed, self._size, self._workers = batch_size, seed, size, workers
+        self.epochs: int | None = epochs
         self.start: int = start
         self.taken: int = start
         self._newest = object()  # stands for the newest loop
@@ -165,9 +167,9 @@ class Batches:
 
     def __len__(self) -> int:
         """Returns how many batches there are from `start` on."""
-        if self._epochs is None:
+        if self.epochs is None:
             raise TypeError(f"jdp.{VERB}: epochs is None; batches that never end have no length. Pass epochs.")
-        return max(0, self._epochs * self.per_epoch - self.start)
+        return max(0, self.epochs * self.per_epoch - self.start)
 
     def __iter__(self) -> Iterator[Tree]:
         config = self._config
@@ -211,7 +213,7 @@ class Batches:
         """Yields the rows of each batch, of all processes."""
         epoch, order = None, np.arange(self._data.count)
         numbers = itertools.count(self.start)
-        for number in numbers if self._epochs is None else itertools.islice(numbers, len(self)):
+        for number in numbers if self.epochs is None else itertools.islice(numbers, len(self)):
             if self._seed is not None and epoch != number // self.per_epoch:
                 epoch = number // self.per_epoch
                 order = order_of(self._data.count, self._seed, epoch)

@@ -124,8 +124,11 @@ def _arguments(dp: Wrapper[object], metrics_fn: Any, arguments: Sequence[Any]) -
             f"host, and there are no values while a program is traced. Call it outside of them."
         )
     dp._config.refuse_other_mesh()
-    if not isinstance(arguments[-1], Batches | Prefetched):
-        refuse_one_batch(arguments[-1], VERB)
+    batches = arguments[-1]
+    if isinstance(batches, Batches) and batches.epochs is None:
+        raise ValueError(f"jdp.{VERB}: batches.epochs is None; these never end. Pass dp.batches(..., epochs=1).")
+    if not isinstance(batches, Batches | Prefetched):
+        refuse_one_batch(batches, VERB)
     return (in_evaluation(dp.module), arguments[0]) if kind == "nnx" else arguments  # type: ignore[return-value]
 
 

@@ -389,6 +389,8 @@ def test_arguments(refused):
         held.evaluate(nnx_metrics, held.module, cut_at())
     with refused(TypeError, "evaluate", "batches is a dict of 2, .*Pass \\[batch\\]"):
         dp.evaluate(linen_metrics, VARIABLES, cut_at()[0])
+    with refused(ValueError, "evaluate", r"batches.epochs is None; these never end\. Pass dp.batches\(..., epochs=1\)"):
+        dp.evaluate(linen_metrics, VARIABLES, dp.batches(cut_at()[0], 4, epochs=None))
     with refused(TypeError, "evaluate", "metrics_fn is a dict; it is called"):
         dp.evaluate(VARIABLES, linen_metrics, cut_at())
     with refused(TypeError, "evaluate", "called inside of jax.jit"):
