@@ -49,8 +49,8 @@ def windows_overlap(
 ) -> bool:
     """Returns True for a slice in a loop over windows of rows that overlap: `x[i : i + 2]` for each i.
 
-    A window that holds rows of two chunks is lost. `windows` has where the earlier ones of a shape begin. Few windows
-    are accepted, because the function may pick some rows.
+    No replica has a window with rows of two chunks. `windows` holds the starts of the earlier windows, by the shape of
+    the array and their length. A few windows are accepted, because a function may pick particular rows.
     """
     axis = next(iter(rows.axes(eqn.invars[0])), 0)
     if eqn.primitive.name == "slice":

@@ -231,7 +231,7 @@ def _replicas(
     donated = jax.tree.map(lambda x, old: x if x is old else jnp.copy(x), donated, given)
     held = {p: x for p, x in placed.items() if p not in donate}
     graph, state = nnx.split(nodes) if nodes else (None, None)
-    return _donated_once(donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects")), cut)
+    return _donated_once(donated, Held(held, graph, broadcast(state, mesh, VERB, "NNX objects", comes_back=True)), cut)
 
 
 def _donated_once(donated: dict[int, Tree], held: Held, arrays: Sequence[Any]) -> Replicas:
