@@ -172,9 +172,22 @@ def own_nodes(graph: Any, states: Sequence[Tree], sync_over: str | None = None) 
 
 @contextlib.contextmanager
 def lost_attributes(nodes: Any) -> Iterator[None]:
-    """Warns about each plain attribute of a replica's own NNX objects that the code in this context sets."""
-    before = _attributes(nodes)
+    """Warns about each plain attribute of a replica's own NNX objects that the code in this context sets.
+
+    Raises:
+        ValueError: the code removes a variable, or makes two variables one; the user's own objects would keep both.
+    """
+    before, variables = _attributes(nodes), nnx.to_flat_state(nnx.state(nodes))
     yield
+    kept = dict(nnx.to_flat_state(nnx.state(nodes)))
+    if gone := [path for path, v in variables if path not in kept and not isinstance(v, nnx.Intermediate)]:
+        (number, *own), *more = gone
+        name = ".".join(map(str, (type(nodes[number]).__name__, *own)))
+        raise ValueError(
+            f"jdp.DataParallel: variable {name}{f' and {len(more)} more' * bool(more)} was removed in a call, or became "
+            f"one with another; only values come back from the replicas, so that the object itself would keep it. Make "
+            f"the change before the call."
+        )
     for (where, name), (owner, value) in _attributes(nodes).items():
         _, old = before.get((where, name), (owner, _ABSENT))
         if old is not value and not _is_equal(old, value):

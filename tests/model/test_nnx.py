@@ -827,6 +827,27 @@ def test_arrays_that_the_call_makes_need_an_axis(refused, reduce_state):
     assert dp.module.kept[...] == 2  # an integer: the primary's
 
 
+class Losing(nnx.Module):
+    """Has two variables; a call makes `change` of them."""
+
+    def __init__(self, change):
+        self.change, self.a, self.b = change, nnx.Variable(jnp.ones(3)), nnx.Variable(jnp.zeros(3))
+
+    def __call__(self, x):
+        self.change(self)
+        return x + (self.a[...] if hasattr(self, "a") else 0.0) + self.b[...]
+
+
+def test_a_variable_that_a_call_removes_is_refused_and_one_that_moves_is_not(refused):
+    for change in (lambda m: delattr(m, "a"), lambda m: setattr(m, "b", m.a)):
+        dp = wrap(Losing(change), 2)
+        with refused(ValueError, "DataParallel", match=r"variable Losing\.[ab] was removed.*Make the change before"):
+            dp(ROWS[:4])
+        close([dp.module.a[...], dp.module.b[...]], [np.ones(3), np.zeros(3)])
+    dp, bare = (make(Losing(lambda m: vars(m).update(a=m.b, b=m.a))) for make in (lambda m: wrap(m, 2), lambda m: m))
+    close([dp(ROWS[:4]), dp.module.a[...]], [bare(ROWS[:4]), bare.a[...]])
+
+
 # --- state with a batch axis, by any filter ---
 
 
