@@ -27,7 +27,7 @@ from .programs import SIZES, Recent, ReplicaProgram, dispatch, made_once
 from .replica_mesh import HALVES, ReplicaMesh, outside_of_mesh
 from .replicate import broadcast
 from .scatter import Cutting, split
-from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, placed
+from .scattered import Scattered, Signature, flatten_call, holds_scattered, is_scattered, on_mesh, placed
 from .shards import all_gathered
 from .turns import take_turns
 from .uneven import is_uneven, run_chunks
@@ -83,7 +83,7 @@ def parallel_apply(
     if not callable(fn):
         raise TypeError(f"jdp.parallel_apply: fn is a {type(fn).__name__}; it is called. Pass a function.")
     replicas = broadcast(replicas, inputs._layout.mesh, "parallel_apply")
-    inputs, kwargs = placed(inputs), None if kwargs is None else placed(kwargs)
+    inputs, kwargs = placed(inputs), None if kwargs is None else placed(on_mesh(kwargs, inputs._layout.mesh))
     return dispatch(made_once(fn, "parallel_apply", spmd), inputs._layout.mesh, replicas, inputs, kwargs)
 
 

@@ -889,3 +889,10 @@ def test_of_the_values_that_it_warns_about_it_keeps_a_few():
             called = SimpleNamespace(layouts=(jdp.scatter((i,), [0])._layout,), verb="parallel_apply")
             _warn_new_values(seen, [], called, "fn")
     assert len(record) == 1 and [len(values) for values in seen.values()] == [4]
+
+
+def test_keyword_arguments_may_come_from_a_mesh_with_another_name(devices):
+    mesh, y = jax.sharding.Mesh(np.array(devices[:2]), ("batch",)), np.arange(5.0, dtype=np.float32)
+    inputs, kwargs = jdp.scatter((y,), mesh), jdp.scatter({"y": y}, devices[:2])
+    found = jdp.parallel_apply(lambda w, x, y: w * x + y, 2.0, inputs, kwargs)
+    assert jdp.gather(found).tolist() == (3 * y).tolist()
