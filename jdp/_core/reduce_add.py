@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .devices import DeviceLike, resolve_output
 from .gather import device_of, transpose_list
 from .global_arrays import refuse_traced
-from .inputs import paths_of
+from .inputs import flatten_batch, paths_of
 from .layout import Cut, Static, Tree, Whole, is_key
 from .programs import dispatch, made_once, refuse_freed
 from .replica_mesh import make_mesh, outside_of_mesh
@@ -51,6 +51,7 @@ def reduce_add(outputs: Scattered | Tree, destination: DeviceLike | None = None)
     target = None if everywhere else resolve_output("reduce_add", destination)
     if target == "sharded":
         raise ValueError("jdp.reduce_add: destination 'sharded' has no rows to cut; pass a device, 'cpu' or 'all'.")
+    flatten_batch(outputs, "reduce_add", "outputs")  # refuses what cannot be flattened
     if holds_scattered(outputs):
         return map_scattered(lambda s: _reduce_scattered(s, target, everywhere), outputs)
     return _of_list(outputs, target, everywhere)

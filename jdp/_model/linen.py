@@ -332,9 +332,9 @@ def place(variables: Tree, mesh: ReplicaMesh) -> Tree:
 
 def explain_stacked(error: Exception, params: Tree, n: int) -> None:
     """Raises a clearer error if a model failed because `jax.pmap` code has stacked its parameters, n copies of each."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
     if not isinstance(error, flax.errors.ScopeParamShapeError) or n < 2:
         return
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = [jax.numpy.shape(x) for _, x in leaves]
     if all(s[:1] == (n,) for s in shapes) and any(f"expected to generate shape {s[1:]}" in str(error) for s in shapes):
         raise ValueError(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from .._core.devices import Device, DeviceLike, Devices, named_once, names_of
 from .._core.fingerprint import check_replicas
+from .._core.inputs import flatten_batch
 from .._core.layout import Tree
 from .._core.parallel_apply import in_replica
 from .._core.replica_mesh import outside_of_mesh
@@ -299,7 +300,7 @@ class DataParallel(nnx.Module, Generic[M]):
                     "jdp.check_replicas: tree is missing; only an NNX module holds its own state. Pass the variables."
                 )
             tree = nnx.state(self.module)
-        refuse_freed_in(tree, jax.tree.leaves(tree), "check_replicas", "")
+        refuse_freed_in(tree, flatten_batch(tree, "check_replicas", "tree", stop=None)[0], "check_replicas", "")
         check_replicas(tree, self._config.mesh, "check_replicas")
 
     @property

@@ -417,6 +417,8 @@ def test_keys_of_several_types_are_refused_at_each_door(refused, devices):
         jdp.replicate(mixed, devices[:2])
     with refused(ValueError, "gather", text):
         jdp.gather([mixed, mixed])
+    with refused(ValueError, "reduce_add", text):
+        jdp.reduce_add([mixed, mixed])
 
 
 def test_a_legacy_key_beside_other_rows_is_refused(refused, devices):

@@ -1329,6 +1329,10 @@ def test_a_dict_whose_keys_do_not_compare_is_refused_at_every_door(refused):
         dp(1.0, batch)
     with refused(ValueError, "train_step", "keys of several types .*Pass keys of one type"):
         step(step.init({"params": np.ones(2, np.float32)}), batch)
+    with refused(ValueError, "DataParallel", "the params has keys of several types .*Pass keys of one type"):
+        jdp.DataParallel(nn.Dense(2), devices=range(2)).apply({"params": batch}, np.ones((4, 3), np.float32))
+    with refused(ValueError, "check_replicas", "a dict among the tree has keys of several types"):
+        dp.check_replicas(batch)
 
 
 class Turned(nnx.Module):
