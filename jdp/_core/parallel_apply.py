@@ -163,7 +163,8 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
 
     If a replica is several devices, the compiler partitions its work over them, as under `jax.jit`.
     """
-    mesh.refuse_bound_name()
+    if not in_replica():
+        mesh.refuse_bound_name()
     if mesh.size == 1 and mesh.inner_axes:
         # XLA cannot sum over a Manual axis of one device where other axes are Auto ("Cross-partition allreduce must be
         # in (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
@@ -178,14 +179,13 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
             "a replica over them. Leave jax_disable_jit out, or look at the model on one device: "
             "jdp.DataParallel(model, devices=[0])."
         )
-    # check_vma fails on real models (the scan of an RNN).
     return jax.shard_map(
         local,
         mesh=mesh.jax_mesh,
         in_specs=tuple(in_specs),
         out_specs=(PartitionSpec(mesh.axis_name), PartitionSpec()),
         axis_names={mesh.axis_name},
-        check_vma=False,
+        check_vma=False,  # it fails on real models (the scan of an RNN)
     )
 
 
