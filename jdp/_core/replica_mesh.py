@@ -117,8 +117,8 @@ class ReplicaMesh:
         except NameError:
             return
         raise ValueError(
-            f"jdp.DataParallel: called inside of an axis {self.axis_name!r} (axis_name= of jax.vmap), which is the name "
-            f"of the replicas' axis, too; JAX would take one for the other. Give one of them another name: "
+            f"jdp.DataParallel: called inside of an axis {self.axis_name!r} (axis_name= of jax.vmap), the name of "
+            f"the replicas' axis, too; JAX would take one for the other. Give one of them another name: "
             f"jdp.DataParallel(..., axis_name='replicas')."
         )
 
