@@ -501,10 +501,12 @@ def case_other_mesh():
 
 
 def case_numbers():
-    """Python numbers take the type of what they meet, as in one process."""
+    """Python numbers, and arrays of them, take the type of what they meet, as in one process."""
     dp, x = jdp.DataParallel(lambda w, x, s=1: x * w["a"] * s), jnp.ones(3, jnp.bfloat16)
     calls = [({"a": 2.0}, x), ({"a": jnp.asarray(2.0)}, x), ({"a": jnp.ones((), jnp.bfloat16)}, x, jnp.asarray(2.0))]
-    return [dp.apply(*call).dtype for call in calls]
+    calls += [({"a": jnp.full(1, 2.0)}, x), ({"a": jnp.ones((), jnp.bfloat16)}, jnp.full(3, 2.0))]
+    ahead = dp.prefetch([jnp.full(3, 2.0)] if P == 0 else [])  # the others make a batch of no rows
+    return [dp.apply(*call).dtype for call in calls] + [dp.apply({"a": x[0]}, batch).dtype for batch in ahead]
 
 
 def case_mixed():

@@ -586,7 +586,7 @@ def test_other_mesh(found):
 
 def test_numbers(found):
     for result in found:
-        assert result == [jnp.bfloat16] * 3
+        assert result == [jnp.bfloat16] * 6
 
 
 @pytest.mark.full
