@@ -909,3 +909,19 @@ def test_the_name_of_a_file_that_is_none_in_utf_8_can_be_told_to_all(monkeypatch
     monkeypatch.setattr("jdp._checkpoint.read.exchange_of", lambda processes: exchange)
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", lambda x: np.stack([x, x]))
     assert tell_all(os.fsdecode(b"a\xff: it is a link")) == ["a?: it is a link"] * 2
+
+
+@pytest.mark.parametrize("error", ["UNKNOWN: Gloo AllGather failed: Connection closed by peer", "a bug"])
+def test_a_broken_connection_is_told_also_if_jax_raises_it_as_a_value_error(monkeypatch, error):
+    """As on a single CPU device. `restore` raises a ValueError for a checkpoint of another model."""
+
+    def gather(x):
+        raise ValueError(error)
+
+    exchange = types.SimpleNamespace(come_to=lambda verb: None, dispatching=contextlib.nullcontext)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jdp._checkpoint.read.exchange_of", lambda processes: exchange)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+    kind, text = (ValueError, "a bug") if error == "a bug" else (RuntimeError, "another process of the job has ended")
+    with pytest.raises(kind, match=text):
+        tell_all("")
