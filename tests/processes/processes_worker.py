@@ -575,6 +575,7 @@ def case_checkpoint_data():
         found, data = checkpointer.restore(state)
         differs = text_of(lambda: checkpointer.save(2, {**state, "n": P}))
         lacks = text_of(lambda: checkpointer.save(2, {"w": state["w"]} | ({"n": 5} if P else {})))
+        more = text_of(lambda: checkpointer.save(2, state | ({"more": state["w"]} if P else {})))
         one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
         steps = text_of(lambda: checkpointer.save(2 + P, state))
         back = text_of(lambda: checkpointer.restore(state, step=None if P else 1))
@@ -585,7 +586,7 @@ def case_checkpoint_data():
         (other / ".jdp-lock").touch()  # a job that was killed has left it
     with jdp.Checkpointer(other) as alone:
         apart = text_of(lambda: alone.save(1, state))
-    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "back": back, "apart": apart}
+    texts = {"differs": differs, "lacks": lacks, "more": more, "one": one, "steps": steps, "back": back, "apart": apart}
     return {"w": found["w"], "data": data, "latest": checkpointer.latest_step, "left": os.listdir(other)} | texts
 
 
