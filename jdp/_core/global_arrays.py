@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import is_described
 from .layout import Layout, is_key
-from .replica_mesh import ReplicaMesh
+from .replica_mesh import ReplicaMesh, outside_of_mesh
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
@@ -162,6 +162,7 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     return weakly_typed(found, sharding) if getattr(x, "weak_type", False) else found
 
 
+@outside_of_mesh
 def weakly_typed(x: Any, sharding: Any) -> Any:
     """Returns the array as a weakly typed one, like `jnp.full(3, 0.5)`: it takes the dtype of what it is added to."""
     return jax.jit(_weakly_typed, out_shardings=sharding)(x)
