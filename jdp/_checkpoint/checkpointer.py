@@ -206,6 +206,7 @@ class Checkpointer:
 
         Raises:
             MemoryError: there is no room for a second copy of the state, next to the one that was passed.
+            OSError: the directory cannot be read.
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is; or an array of `state`
                 has been freed.
             TypeError: `step` is no integer.

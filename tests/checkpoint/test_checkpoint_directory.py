@@ -234,6 +234,23 @@ def test_an_old_intact_one_is_found_behind_many_that_are_damaged(tmp_path, monke
     assert all(args[1:] == (limits.start,) for args in told)
 
 
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_all_hear_of_a_directory_that_process_0_cannot_list(tmp_path, monkeypatch, call):
+    """As where a file system of a network fails: the others would wait for process 0, which may catch the error."""
+    told, checkpoints = [], jdp.Checkpointer(tmp_path)
+
+    def fails(directory):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"\[Errno 5\] Input/output error"):
+        patch.setattr(jdp._checkpoint.steps, "tell_all", lambda *args: told.append(args[0]) or [args[0]])
+        patch.setattr(jdp._checkpoint.steps, "steps_in", fails)
+        checkpoints.save(1, at(1)) if call == "save" else checkpoints.restore(at(1))
+    assert "[Errno 5] Input/output error" in told[0]
+    assert checkpoints.save(1, at(1))
+    checkpoints.close()
+
+
 # One writer.
 
 
