@@ -238,7 +238,7 @@ def _like(like: Any, x: Any) -> Any:
         return x if isinstance(like, np.ndarray) else x[()]
     if not isinstance(x, jax.Array):
         x = jax.device_put(np.asarray(x, _data(like).dtype), target_of(like))
-    if like.weak_type:
+    if getattr(like, "weak_type", False):  # keys have none
         return weakly_typed(x, target_of(like))
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
 

@@ -108,7 +108,7 @@ class Steps:
         self._damaged, self._cleared = set(), True
 
     def _meet(self, here: int) -> tuple[int, list[int]]:
-        """Returns the newest step after `here`, or -1, and in process 0 what is to be set aside.
+        """Returns the newest step after `here`, or -1, and in process 0 the steps to set aside.
 
         Raises in all processes if process 0 cannot look, or one does not see what process 0 writes.
         """
