@@ -15,13 +15,14 @@ import jax
 
 from .._core.layout import Tree, as_int
 from .._core.programs import refuse_freed
+from .._processes.agree import difference
 from .._processes.coordination import say
 from .._processes.exchange import by_value
 from .._processes.last_words import time_for_saves
 from .._processes.places import limits
 from .._processes.watch import watch
 from .directory import Quiet, absolute
-from .items import VERB, as_json, decode, encode, fingerprints, leaves_of, replicas_of
+from .items import VERB, as_json, decode, describe, digest, encode, fingerprints, leaves_of, replicas_of
 from .preemption import Preemption
 from .ray_run import RayRun
 from .read import tell_all
@@ -147,8 +148,8 @@ class Checkpointer:
             OSError: the directory cannot be written (in a job of several processes: RuntimeError).
             TypeError: `step` is no integer, `data` is no JSON, or a leaf is neither an array nor a number.
             ValueError: `step` is negative or less than one that was saved, or not the same in all processes; or the
-                directory holds a newer checkpoint, and nothing was restored; or a leaf that each process holds for
-                itself is not the same in all; or two leaves have one path; or `data` is too large.
+                directory holds a newer checkpoint, and nothing was restored; or the leaves, or a leaf that each
+                process holds for itself, are not the same in all; or two leaves have one path; or `data` is too large.
 
         Warns:
             UserWarning: checkpoints on the disk are damaged, so an older one is kept as well; or the file system has
@@ -205,6 +206,7 @@ class Checkpointer:
 
         Raises:
             MemoryError: there is no room for a second copy of the state, next to the one that was passed.
+            OSError: the directory cannot be read.
             RuntimeError: there are checkpoints, and all are damaged, or the one of `step` is; or an array of `state`
                 has been freed.
             TypeError: `step` is no integer.
@@ -379,6 +381,7 @@ def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) 
     problem = "" if failed is None else str(failed) or type(failed).__name__
     mine = {"problem": problem, "step": step, "writer": writer, "local": local}
     mine["data"] = None if failed else data
+    mine["form"] = "" if failed else digest([*describe(leaves).items()])  # in their order
     try:
         # Not as long as for a process that writes: `save` has waited for the end of the save before, as all have.
         every = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
@@ -389,13 +392,13 @@ def agree(prepare: Callable[[], int | None], step: int, state: Tree, data: Any) 
     if problems := {i: e["problem"] for i, e in enumerate(every) if e["problem"]}:
         name = f"jdp.{VERB}: "
         raise RuntimeError(name + "; ".join(f"process {i}: {text.removeprefix(name)}" for i, text in problems.items()))
-    _refuse_differences(every)
+    _refuse_differences(every, leaves)
     apart = any(e["data"] != data for e in every)
     return leaves, [e["data"] for e in every] if apart else data, apart
 
 
-def _refuse_differences(every: list[dict[str, Any]]) -> None:
-    """Raises a `ValueError` if steps, Checkpointers, or values that each process has by itself are not the same."""
+def _refuse_differences(every: list[dict[str, Any]], leaves: dict[str, Any]) -> None:
+    """Raises a `ValueError` if steps, Checkpointers, the leaves' forms, or values of one process are not the same."""
     steps = {i: e["step"] for i, e in enumerate(every)}
     if len({*steps.values()}) > 1:
         raise ValueError(
@@ -415,3 +418,10 @@ def _refuse_differences(every: list[dict[str, Any]]) -> None:
                 f"them would be saved; what each process holds for itself is equal in all. Pass it in data, which may "
                 f"differ, or make it one array of all (jdp.replicate)."
             )
+    if len({e["form"] for e in every}) > 1:
+        forms = {path: f"{dtype}{shape}" for path, (dtype, shape) in describe(leaves).items()}
+        told = {i: json.loads(text) for i, text in enumerate(tell_all(json.dumps(forms), limits.start))}
+        raise ValueError(
+            f"jdp.{VERB}: the processes save states of different forms: {difference(told) or 'in another order'}; a "
+            f"checkpoint is one state of all. Make the state alike in all processes."
+        )

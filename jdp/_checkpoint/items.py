@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from .._core.fingerprint import fingerprint
+from .._core.global_arrays import weakly_typed
 from .._core.inputs import has_fields, is_array
 from .._core.layout import Tree, is_key
 from .._core.replica_mesh import replicas_on
@@ -237,6 +238,8 @@ def _like(like: Any, x: Any) -> Any:
         return x if isinstance(like, np.ndarray) else x[()]
     if not isinstance(x, jax.Array):
         x = jax.device_put(np.asarray(x, _data(like).dtype), target_of(like))
+    if getattr(like, "weak_type", False):  # keys have none
+        return weakly_typed(x, target_of(like))
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if is_key(like) else x
 
 

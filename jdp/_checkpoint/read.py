@@ -187,9 +187,11 @@ def tell_all(text: str, seconds: float = limits.compile) -> list[str]:
             message = np.zeros(max(_TEXT, 1 << longest.bit_length()), np.uint8)  # few lengths: each is compiled
             message[: len(raw)] = np.frombuffer(raw, np.uint8)
             every = np.asarray(multihost_utils.process_allgather(message))
-    except jax.errors.JaxRuntimeError as e:
+    except (jax.errors.JaxRuntimeError, ValueError) as e:
+        if not (gone := absent(e)):
+            raise
         raise RuntimeError(
-            f"jdp.{VERB}: {absent(e)}; all processes of a job save and restore together. Start the job again: it goes "
+            f"jdp.{VERB}: {gone}; all processes of a job save and restore together. Start the job again: it goes "
             f"on from the newest checkpoint."
         ) from e
     return [bytes(m).rstrip(b"\0").decode(errors="replace") for m in every]
@@ -197,9 +199,12 @@ def tell_all(text: str, seconds: float = limits.compile) -> list[str]:
 
 def absent(error: BaseException | None) -> str:
     """Returns a text that another process is gone, if JAX's runtime raised the error and not a file; else ""."""
-    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+    # A device that computes in the thread that dispatches raises the error of the connection as a ValueError.
+    while not (isinstance(error, jax.errors.JaxRuntimeError) or isinstance(error, ValueError) and "Gloo" in str(error)):
+        if error is None:
+            return ""
         error = error.__cause__ or error.__context__
-    if error is None or jax.process_count() == 1:
+    if jax.process_count() == 1:
         return ""
     said = re.split(r"\. |\n", str(error))[0]
     return f"another process of the job has ended, or does not answer ({said:.300})"

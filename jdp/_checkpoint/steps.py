@@ -87,8 +87,7 @@ class Steps:
         if self._cleared:
             return
         here = step - 1 if self.newest is None else min(step - 1, self.newest)  # where this run goes on
-        newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
-        ahead = self._meet(max((s for s in newer if s > here), default=-1))
+        ahead, newer = self._meet(here)
         if not self._looked and ahead >= 0:
             raise ValueError(
                 f"jdp.{VERB}: step {step} cannot be saved in {self._directory}, which holds step {ahead} already; a "
@@ -108,14 +107,20 @@ class Steps:
             failed = None  # the error refers to this frame, and this frame to the lock
         self._damaged, self._cleared = set(), True
 
-    def _meet(self, ahead: int) -> int:
-        """Returns what process 0 passes; raises in all processes if one does not see what process 0 writes."""
-        sign, name, failed = Sign(self._directory), "", None
+    def _meet(self, here: int) -> tuple[int, list[int]]:
+        """Returns the newest step after `here`, or -1, and in process 0 the steps to set aside.
+
+        Raises in all processes if process 0 cannot look, or one does not see what process 0 writes.
+        """
+        sign, name, newer, failed = Sign(self._directory), "", [], None
         try:
             try:
-                name = sign.make() if jax.process_index() == 0 and jax.process_count() > 1 else ""
+                if jax.process_index() == 0:
+                    newer = [s for s in steps_in(self._directory) if s > here or s in self._damaged]
+                    name = sign.make() if jax.process_count() > 1 else ""
             except OSError as e:
                 failed = e
+            ahead = max((s for s in newer if s > here), default=-1)
             ahead, name, problem = json.loads(tell_all(json.dumps([ahead, name, str(failed or "")]))[0])
             if problem:
                 raise failed or OSError(problem)
@@ -129,17 +134,28 @@ class Steps:
                 f"in {self._directory} ({'; '.join(dict.fromkeys(unseen.values()))}); all processes must see the "
                 f"directory. Pass one on a shared file system."
             )
-        return ahead
+        return ahead, newer
 
     def _next(self, step: int | None, damaged: dict[int, str]) -> int | None:
         """Returns the step to read next, or None; removes from `damaged` the one that has been deleted."""
         # Process 0 decides, because a network file system may show the other processes something older.
-        there = self._there() if jax.process_index() == 0 else []
+        there: list[int] = []
+        failed: OSError | None = None
+        try:
+            there = self._there() if jax.process_index() == 0 else []
+        except OSError as e:
+            failed = e
         found = max((s for s in there if s not in damaged and step in (s, None)), default=None)
         gone = [s for s in [*damaged][-1:] if s not in there and step is None]  # deleted by its writer
         mine = {"step": step, "next": found, "gone": gone, "newest": there[-_FEW:]}
+        mine["problem"] = str(failed or "")
         # A process that is late here has not restored or saved before; the others wait for it as they do at a save.
-        told, *others = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
+        try:
+            told, *others = [json.loads(text) for text in tell_all(json.dumps(mine), limits.start)]
+            if told["problem"]:
+                raise failed or OSError(told["problem"])
+        finally:
+            failed = None  # the error refers to this frame, and this frame to the lock
         asked = {process: e["step"] for process, e in enumerate([told, *others])}
         if len({*asked.values()}) > 1:
             raise ValueError(

@@ -27,6 +27,8 @@ from .replica_mesh import ReplicaMesh
 Outline = tuple[tuple[str, str], ...]
 """For each leaf its path, and its dtype and shape without the rows."""
 
+_WEAK = " (of Python)"  # ends the description of an array that is weakly typed, as Python's numbers are
+
 _Words = tuple[int, ...]  # numbers of 32 bits, which the processes gather
 _NO_BATCH, _NEVER_A_BATCH, _FAILED = (0, 0), (0, 1), (0, 2)  # in place of the digest of a batch
 
@@ -249,7 +251,7 @@ def _kind_of(x: Any, spec: Leaf) -> str:
         name = type(spec.value).__name__
         return f"{name} {spec.value!r}" if isinstance(spec.value, bool | int | float | str) else name
     shape = ["*" if axis == spec.axis else str(size) for axis, size in enumerate(x.shape)]
-    weak = " (of Python)" if not shape and getattr(x, "weak_type", False) else ""
+    weak = _WEAK if getattr(x, "weak_type", False) else ""
     return f"{x.dtype}[{', '.join(shape)}]{' (whole)' if isinstance(spec, Whole) else ''}{weak}"
 
 
@@ -303,8 +305,8 @@ def _empty(what: str, verb: str) -> Any:
     if dtype.startswith("key<"):
         key = jax.random.key(0, impl=dtype[len("key<") : -1])
         return jax.random.split(key, shape) if shape else key
-    if what.endswith(" (of Python)") and not shape:
-        return jnp.asarray(np.zeros((), dtype).item())  # weakly typed, as the others' values are
+    if what.endswith(_WEAK):
+        return jnp.full(shape, np.zeros((), dtype).item())
     return np.zeros(shape, jnp.dtype(dtype))
 
 

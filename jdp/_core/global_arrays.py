@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax.private import is_described
 from .layout import Layout, is_key
-from .replica_mesh import ReplicaMesh
+from .replica_mesh import ReplicaMesh, outside_of_mesh
 
 
 def assemble(values: Sequence[Any], layout: Layout) -> list[Any]:
@@ -74,7 +74,8 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_replicated:
         return _of_shards(jax.device_put(x, NamedSharding(_own_devices(mesh), PartitionSpec())), np.shape(x), sharding)
     host = np.asarray(x, jnp.result_type(x))
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    found = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return weakly_typed(found, sharding) if getattr(x, "weak_type", False) else found
 
 
 def own_copies(x: Any, sharding: NamedSharding) -> Any:
@@ -150,9 +151,6 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
         data = jax.random.key_data(x)
         trailing = data.shape[x.ndim :]
         return jax.random.wrap_key_data(_of_shards(data, (*shape, *trailing), sharding), impl=jax.random.key_impl(x))
-    if not shape and getattr(x, "weak_type", False):  # a Python number, which must stay weakly typed
-        with jax.transfer_guard("allow"):
-            return jax.jit(_identity, out_shardings=sharding)(x.item())
     mesh: Any = sharding.mesh
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if x.size:
@@ -160,4 +158,16 @@ def _of_shards(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
         shards = [by_device[d] for d in own]
     else:  # JAX does not keep the shape of an empty array's parts
         shards = [jax.device_put(np.zeros(sharding.shard_shape(shape), x.dtype), d) for d in own]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    found = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return weakly_typed(found, sharding) if getattr(x, "weak_type", False) else found
+
+
+@outside_of_mesh
+def weakly_typed(x: Any, sharding: Any) -> Any:
+    """Returns the array as a weakly typed one, like `jnp.full(3, 0.5)`: it takes the dtype of what it is added to."""
+    return jax.jit(_weakly_typed, out_shardings=sharding)(x)
+
+
+def _weakly_typed(x: Any) -> Any:
+    like = jnp.full(x.shape, x.dtype.type(0).item())
+    return like.at[...].set(x) if like.dtype == x.dtype else x  # a copy, in what XLA makes of it

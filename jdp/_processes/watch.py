@@ -79,7 +79,7 @@ class Watch:
         self._calls: dict[str, tuple[str, ...]] = {}  # the last few in each group
         self._doing, self._since = "its start", time.monotonic()
         self._starts_since: float | None = None  # since when JAX's backend has been starting
-        self._compiles_since: float | None = None
+        self._compiling: dict[int, float | None] = {}  # since when, by thread: the one that saves compiles, too
         self._saves_since: float | None = None  # since when it has been finishing its saves, after an error
         self._running: collections.deque[Pending] = collections.deque(maxlen=1024)  # in the order of their dispatch
         self._finding = threading.Lock()  # of the oldest that still runs
@@ -98,7 +98,7 @@ class Watch:
         """Notes that this process has come to the next call or program of a group."""
         self._positions[group] = self._positions.get(group, 0) + 1
         self._calls[group] = *self._calls.get(group, ())[1 - _KNOWN :], what
-        self._doing, self._since, self._compiles_since = what, time.monotonic(), None
+        self._doing, self._since, self._compiling = what, time.monotonic(), {}
 
     def dispatched(self, group: str, processes: tuple[int, ...], output: jax.Array) -> None:
         """Notes that the program that this process came to last runs now."""
@@ -136,7 +136,7 @@ class Watch:
     def compiling(self, whether: bool) -> None:
         """Notes that this process begins or ends to compile a program; it is not late before `limits.compile`."""
         self._since, self._told = time.monotonic(), 0.0  # written at once for the others
-        self._compiles_since = self._since if whether else None
+        self._compiling[threading.get_ident()] = self._since if whether else None
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -353,7 +353,7 @@ class Watch:
         return dispatch._replace(position=position, what=self._doing, since=since)
 
     def _compiles(self, now: float) -> bool:
-        return any(x is not None and now - x < limits.compile for x in (self._compiles_since, self._saves_since))
+        return any(x is not None and now - x < limits.compile for x in (*self._compiling.values(), self._saves_since))
 
     def _see_callbacks(self, pending: Pending | None) -> None:
         """Notes since when each call back into Python has been running, where a program runs for long."""

@@ -234,6 +234,23 @@ def test_an_old_intact_one_is_found_behind_many_that_are_damaged(tmp_path, monke
     assert all(args[1:] == (limits.start,) for args in told)
 
 
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_all_hear_of_a_directory_that_process_0_cannot_list(tmp_path, monkeypatch, call):
+    """As where a file system of a network fails: the others would wait for process 0, which may catch the error."""
+    told, checkpoints = [], jdp.Checkpointer(tmp_path)
+
+    def fails(directory):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"\[Errno 5\] Input/output error"):
+        patch.setattr(jdp._checkpoint.steps, "tell_all", lambda *args: told.append(args[0]) or [args[0]])
+        patch.setattr(jdp._checkpoint.steps, "steps_in", fails)
+        checkpoints.save(1, at(1)) if call == "save" else checkpoints.restore(at(1))
+    assert "[Errno 5] Input/output error" in told[0]
+    assert checkpoints.save(1, at(1))
+    checkpoints.close()
+
+
 # One writer.
 
 
@@ -909,3 +926,19 @@ def test_the_name_of_a_file_that_is_none_in_utf_8_can_be_told_to_all(monkeypatch
     monkeypatch.setattr("jdp._checkpoint.read.exchange_of", lambda processes: exchange)
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", lambda x: np.stack([x, x]))
     assert tell_all(os.fsdecode(b"a\xff: it is a link")) == ["a?: it is a link"] * 2
+
+
+@pytest.mark.parametrize("error", ["UNKNOWN: Gloo AllGather failed: Connection closed by peer", "a bug"])
+def test_a_broken_connection_is_told_also_if_jax_raises_it_as_a_value_error(monkeypatch, error):
+    """As on a single CPU device. `restore` raises a ValueError for a checkpoint of another model."""
+
+    def gather(x):
+        raise ValueError(error)
+
+    exchange = types.SimpleNamespace(come_to=lambda verb: None, dispatching=contextlib.nullcontext)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jdp._checkpoint.read.exchange_of", lambda processes: exchange)
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+    kind, text = (ValueError, "a bug") if error == "a bug" else (RuntimeError, "another process of the job has ended")
+    with pytest.raises(kind, match=text):
+        tell_all("")

@@ -114,6 +114,21 @@ STRANGE = {
 }
 
 
+def test_what_takes_the_dtype_of_others_still_does(tmp_path, spread):
+    """`jnp.full(3, 0.5)` times bfloat16 is bfloat16, also after a restart: it is weakly typed."""
+    whole, cut = spread(4)
+    scale, loss_scale = jnp.full((8, 3), 0.5), jnp.asarray(2.0**15)
+    state = {"here": scale, "whole": jax.device_put(scale, whole), "cut": jax.device_put(scale, cut), "n": loss_scale}
+    with jdp.Checkpointer(tmp_path) as checkpoints, jax.transfer_guard("disallow"):
+        checkpoints.save(1, state)
+        with jax.set_mesh(jax.make_mesh((2,), ("other",))):
+            back, _ = checkpoints.restore(state)
+    for path, x in back.items():
+        assert x.weak_type and (x * jnp.ones((), jnp.bfloat16)).dtype == jnp.bfloat16, path
+        assert (x == state[path]).all() and x.committed == state[path].committed
+        assert x.sharding == state[path].sharding, path
+
+
 @pytest.mark.parametrize(("dtype", "x"), STRANGE.items(), ids=["uint4", "int", "big-endian", "long", "structured"])
 def test_a_dtype_that_no_file_holds_is_refused_by_its_leaf(tmp_path, refused, dtype, x):
     match = rf"\['w'\] is of dtype {re.escape(dtype)}; "

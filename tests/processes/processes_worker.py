@@ -501,10 +501,12 @@ def case_other_mesh():
 
 
 def case_numbers():
-    """Python numbers take the type of what they meet, as in one process."""
+    """Python numbers, and arrays of them, take the type of what they meet, as in one process."""
     dp, x = jdp.DataParallel(lambda w, x, s=1: x * w["a"] * s), jnp.ones(3, jnp.bfloat16)
     calls = [({"a": 2.0}, x), ({"a": jnp.asarray(2.0)}, x), ({"a": jnp.ones((), jnp.bfloat16)}, x, jnp.asarray(2.0))]
-    return [dp.apply(*call).dtype for call in calls]
+    calls += [({"a": jnp.full(1, 2.0)}, x), ({"a": jnp.ones((), jnp.bfloat16)}, jnp.full(3, 2.0))]
+    ahead = dp.prefetch([jnp.full(3, 2.0)] if P == 0 else [])  # the others make a batch of no rows
+    return [dp.apply(*call).dtype for call in calls] + [dp.apply({"a": x[0]}, batch).dtype for batch in ahead]
 
 
 def case_mixed():
@@ -573,6 +575,7 @@ def case_checkpoint_data():
         found, data = checkpointer.restore(state)
         differs = text_of(lambda: checkpointer.save(2, {**state, "n": P}))
         lacks = text_of(lambda: checkpointer.save(2, {"w": state["w"]} | ({"n": 5} if P else {})))
+        more = text_of(lambda: checkpointer.save(2, state | ({"more": state["w"]} if P else {})))
         one = text_of(lambda: checkpointer.save(2, state, data=object() if P else None))
         steps = text_of(lambda: checkpointer.save(2 + P, state))
         back = text_of(lambda: checkpointer.restore(state, step=None if P else 1))
@@ -583,7 +586,7 @@ def case_checkpoint_data():
         (other / ".jdp-lock").touch()  # a job that was killed has left it
     with jdp.Checkpointer(other) as alone:
         apart = text_of(lambda: alone.save(1, state))
-    texts = {"differs": differs, "lacks": lacks, "one": one, "steps": steps, "back": back, "apart": apart}
+    texts = {"differs": differs, "lacks": lacks, "more": more, "one": one, "steps": steps, "back": back, "apart": apart}
     return {"w": found["w"], "data": data, "latest": checkpointer.latest_step, "left": os.listdir(other)} | texts
 
 

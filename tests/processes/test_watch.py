@@ -269,6 +269,16 @@ def test_who_compiles_is_not_late(job):
     assert not job.go_on(19) and job.go_on(5).keys() == {0, 1}
 
 
+def test_who_compiles_is_not_late_though_another_thread_has_compiled_meanwhile(job):
+    """As the one that saves does, to look at a checkpoint on the disk."""
+    job.come((0, 1))
+    job.here, watch = 2, job.watches[2]
+    watch.compiling(True)
+    with concurrent.futures.ThreadPoolExecutor() as other:
+        other.submit(lambda: (watch.compiling(True), watch.compiling(False))).result()
+    assert not job.go_on(300)
+
+
 def test_what_is_lowered_is_not_compiled():
     """As for `cost_analysis`. By JAX's own events, and also if the compiler fails."""
     watch, seen = Watch(), []
