@@ -37,7 +37,8 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
     consts, carry, xs = parts_of_scan(eqn, values)
     places = {x.place for x in xs if x.kind == Kind.ROWS}
     if by_rows:
-        rounds = {place: f"{ROUND} {place}" if place else ROUND for place in places}
+        inner = f"{ROUND} of {reader.loops}" if reader.loops else ROUND  # a row of the loop around it is another row
+        rounds = {place: f"{ROUND} {place}" if place else inner for place in places}
         xs = [x._replace(place=rounds[x.place]) if x.kind == Kind.ROWS else x for x in xs]
     place = next(iter(places), 0) if len(places) < 2 else None
     reader.loops += by_rows
@@ -53,7 +54,7 @@ def read_scan(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         ]
         back = looks_back(body, [*consts, *carry, *xs], range(len(consts), len(consts) + len(carry)), reader.rows.axes)
         ys = [pairs if of_rows_before else y for y, of_rows_before in zip(ys, back, strict=True)]
-        after = _at_end(reader, body, consts, after, xs)
+        after = _at_end(reader, body, consts, carry, after, xs)
     return [*after, *ys]
 
 
@@ -77,6 +78,10 @@ def _rounds(
         outputs = reader.read(body, [*consts, *carry, *xs])
         after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
         if by_rows:
+            numbers = [a.kind == Kind.CONST and not _agree(a, b) for a, b in zip(after, carry, strict=True)]
+            if any(numbers):  # the number of the round, for example, is 0 in the first round alone: begin again
+                carry = [repeated(a) if x else b for a, b, x in zip(after, carry, numbers, strict=True)]
+                continue
             after = [a if _agree(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
         if all(map(_agree, after, carry)):
             return after, outputs[len(carry) :]
@@ -90,9 +95,17 @@ def repeated(value: RowValue) -> RowValue:
 
 
 def _at_end(
-    reader: Any, body: Any, consts: list[RowValue], carry: list[RowValue], xs: list[RowValue]
+    reader: Any,
+    body: Any,
+    consts: list[RowValue],
+    begun: list[RowValue],
+    carry: list[RowValue],
+    xs: list[RowValue],
 ) -> list[RowValue]:
-    """Returns what is known of the carry at the end of a loop over the rows: which parts are sums over the rows."""
+    """Returns what is known of the carry at the end of a loop over the rows: which parts are sums over the rows.
+
+    `begun` is the carry at the start. If it is not 0 there, as a parameter is not, each replica adds that once.
+    """
     factors = sums_at_end(body, consts, carry, xs, reader.rows.axes)
     zero = RowValue(Kind.CONST, number=0.0)
     count = zero._replace(place=ROUND)  # the number of the round, or of the rows so far
@@ -103,13 +116,17 @@ def _at_end(
     reader.loops -= 1
     del reader.mixed[mixed:]
     after = []
-    for value, part, factor in zip(carry, added, factors, strict=False):
+    shapes = [v.aval.shape for v in opened(body).invars[len(consts) :]]
+    for value, part, factor, first, shape in zip(carry, added, factors, begun, shapes, strict=False):
         if factor == 1 and part.kind == Kind.CONST and part.number == 0:
             pass  # nothing is added: it is what it was at the start
         elif factor == 1 and (part.kind == Kind.ROWS or part.kind == Kind.CONST and part.degree is not None):
             kind, degree = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST, part.degree
             degree, at = (None, part.at) if degree is None else (degree + 1, reader.at())
-            value = RowValue(kind, degree, fault=part.if_added_up, at=at, role=reader.role_of_sum(part))
+            fault, is_one = part.if_added_up, kind == Kind.SUMMED and first.kind == Kind.CONST and shape == ()
+            if is_one and degree not in (None, first.degree) and abs(first.number or first.number is None) > 1e-4:
+                fault = fault or Fault("sum", reader.at())
+            value = RowValue(kind, degree, fault=fault, at=at, role=reader.role_of_sum(part))
         elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
             value = RowValue(Kind.SUMMED, fault=part.lasting or Fault("pairs", reader.at(), True))
         elif factor is not None and factor != 1:
@@ -136,7 +153,7 @@ def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:
         for i, (x, stops) in enumerate(zip(found, _stop_by_row(body), strict=True)):
             if x.kind == Kind.ROWS and not stops and not is_made_in_module(reader.around):
                 after[i] = RowValue(Kind.ROWS, fault=x.lasting or Fault("loop", reader.at(), True))
-    return _at_end(reader, body, consts, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
+    return _at_end(reader, body, consts, carry, after, []) if by_rows and goes_on.kind <= Kind.SHARED else after
 
 
 def _is_tolerance(cond_jaxpr: Any, values: Sequence[RowValue]) -> bool:
@@ -284,9 +301,11 @@ def _added(a: Parts, b: Parts) -> Parts:
 def _chosen(which: Parts, cases: Sequence[Parts]) -> Parts:
     """Returns the parts of a choice among cases; if a carried number decides, the choice is not linear in it."""
     found: Parts = {}
+    by_row = ROW in which and PLACE not in which  # a row may end the sum: jnp.where(done, 0, total + x)
     for key in {key for parts in cases for key in parts}:
         factors = {parts.get(key, 0.0) for parts in cases}
-        found[key] = factors.pop() if len(factors) == 1 else math.nan if any(map(_is_nan, factors)) else None
+        is_lost = any(map(_is_nan, factors)) or by_row and isinstance(key, int) and None not in factors
+        found[key] = factors.pop() if len(factors) == 1 else math.nan if is_lost else None
     return {**_mixed([which], None), **found, **{k: math.nan for k in which if isinstance(k, int)}}
 
 

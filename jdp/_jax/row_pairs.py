@@ -6,6 +6,7 @@ rows are combined with other rows. An array of positions, such as `arange(b)`, h
     0, k           row i, row i + k
     TURNED         row i from the end; (TURNED, k) if it is shifted by k
     ORDERED        a row in an order that is computed from the positions
+    SORTED         a row in the order of integers or booleans of the rows, as after a sort by class
     ROUND          the row that a round of a loop takes; "round turned", for example, if the loop begins at the end
     BLOCKS         the halves of the rows are side by side, as after `x.reshape(2, -1)`; "blocks from 1": one of them
     SEVERAL, None  rows at several places; not known
@@ -75,7 +76,7 @@ def _entries(rows: RowCount, eqn: Any, name: str, values: Sequence[RowValue], ma
     return "pairs" if all(v.entries == "pairs" or v.lasting is None for v in values) else None
 
 
-SEVERAL, TURNED, ORDERED, NEGATED, BLOCKS = "several", "turned", "ordered", "negated", "blocks"
+SEVERAL, TURNED, ORDERED, SORTED, NEGATED, BLOCKS = "several", "turned", "ordered", "sorted", "negated", "blocks"
 
 
 def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], along: Sequence[int], out: Any) -> Any:
@@ -85,6 +86,9 @@ def place_of(rows: RowCount, around: Sequence[Any], values: Sequence[RowValue], 
     model moves rows, they count as unmoved.
     """
     eqn, places = around[-1], _places(values)
+    is_moved = eqn.primitive.name == "gather" or eqn.primitive.name.replace("-", "_") in primitives.SCATTERS
+    if is_moved and values[1].kind == Kind.ROWS and not {*rows.axes(eqn.invars[0])}.isdisjoint(_indexed(eqn)):
+        return values[1].place if eqn.primitive.name == "gather" and values[0].place == 0 else 0  # 0: also if not known
     before = SEVERAL if len(places) > 1 else next(iter(places), 0)
     after = _moved(rows, eqn, values, along, before, out)
     return before if after != before and (is_made_in(eqn, "associative_scan") or is_made_in_module(around)) else after
@@ -98,7 +102,7 @@ def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
     A choice between positions and other numbers counts as the positions: JAX makes one to resolve negative indices.
     """
     are_places = [v.degree is None or v.place != 0 for v in values]
-    places = [0 if v.place == ROUND else v.place for v, is_place in zip(values, are_places, strict=True) if is_place]
+    places = [v.place for v, is_place in zip(values, are_places, strict=True) if is_place]
     others = [v for v, is_place in zip(values, are_places, strict=True) if not is_place]
     if not places:
         return 0
@@ -106,15 +110,15 @@ def order_of_places(name: str, values: Sequence[RowValue]) -> Any:
     if name in _KEEP_PLACES or name in _NEUTRAL and numbers == [_NEUTRAL[name]]:  # 0 + 1 * places
         return places[0]
     if name == "neg" or name == "mul" and numbers == [-1]:
-        return NEGATED if places == [0] else ORDERED
+        return NEGATED if places[0] in (0, ROUND) else ORDERED
     if name == "select_n":
         return next((place for place in places[: len(values) - 1] if place != ORDERED), ORDERED)
     if name == "gather" and are_places == [True, True]:  # positions of positions
-        return {0: places[0], TURNED: _from_the_end(places[0])}.get(places[1], ORDERED)
+        return {0: places[0], ROUND: places[0], TURNED: _from_the_end(places[0])}.get(places[1], ORDERED)
     from_last = name in primitives.ADDS and any(v.degree == 1 and v.fault is not None for v in others)  # b - 1
     if from_last and places == [NEGATED]:
         return TURNED
-    return _from_the_end(places[0]) if name == "rev" or from_last else ORDERED
+    return _from_the_end(places[0] if places[0] != ROUND else 0) if name == "rev" or from_last else ORDERED
 
 
 _NEUTRAL = {"add": 0, "mul": 1}
@@ -190,6 +194,16 @@ def of_round(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> str:
     """Returns the place of a row that a round of a loop over the rows picks by the round's number."""
     order = order_of_picks(rows, eqn, values)
     return f"{ROUND} {order}" if order else ROUND
+
+
+def picks_one(rows: RowCount, eqn: Any, values: Sequence[RowValue]) -> bool:
+    """Returns True if each round of a loop picks the same row, by a number that is written in the function: `x[0]`."""
+    along = rows.axes(eqn.invars[0])
+    if not along or values[0].kind != Kind.ROWS or values[0].place != 0:
+        return False
+    index = values[1 + along[0] * (eqn.primitive.name == "dynamic_slice")]
+    # JAX adds `b` to an index below 0, and chooses. A number of the round has a place, or no degree.
+    return index.kind == Kind.CONST and index.place == 0 and (index.number is not None or index.degree == 1)
 
 
 def _places(values: Sequence[RowValue]) -> set[Any]:
@@ -396,7 +410,10 @@ def _is_share(rows: RowCount, value: RowValue) -> bool:
 
 
 def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[Any, ...]) -> RowValue:
-    """Returns what is known of operand i after a sort: along the rows, each entry's place depends on all rows."""
+    """Returns what is known of operand i after a sort: along the rows, each entry's place depends on all rows.
+
+    The rows of a second sort, by the order that a first one found, count as rows at their own places again.
+    """
     if value.drawn:
         return UNKNOWN  # a random order, which picks equally many entries of each row
     value = value._replace(given=False)
@@ -404,6 +421,8 @@ def sorted_along(rows: RowCount, eqn: Any, i: int, value: RowValue, at: tuple[An
     is_key = not i and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.inexact)  # other operands, and ids, are only moved
     if value.kind == Kind.ROWS and along_rows and is_key:
         return value._replace(fault=value.lasting or Fault("pairs", at, True))
+    if value.kind == Kind.ROWS and along_rows and not is_made_in_module(at[::-1]):
+        return value._replace(place=SORTED if value.place in (0, TURNED) else 0)
     return value
 
 

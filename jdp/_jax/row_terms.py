@@ -265,9 +265,9 @@ class Reader:
         values = [values[0], values[2]] if name in primitives.SCATTERS else values  # without the indices
         degrees = {v.degree for v in values}
         if name in primitives.OF_BOOLS or name == "sign":
-            return None if None in degrees and self.rows.axes(out) else 0
+            return None if None in degrees and self.of_rows(out) else 0
         if name in primitives.BOUNDED:
-            if name not in primitives.COMPARES or not self.rows.axes(out):
+            if name not in primitives.COMPARES or not self.of_rows(out):
                 return 0
             # If one side grows with b and the other does not, as in `arange(b) < 10`, the share of True depends on b.
             # A constant does not count if the other side has rows (an expert's rows, and its capacity); a 0 counts
@@ -402,7 +402,8 @@ class Reader:
 
     def of_all_rows(self, eqn: Any, values: list[RowValue], value: RowValue, summed: int, out: Any) -> RowValue:
         """Returns a result of rows that has no axis of the rows: a sum over them, a maximum, one picked row."""
-        if self.loops and eqn.primitive.name in ("dynamic_slice", "gather"):
+        picks = eqn.primitive.name in ("dynamic_slice", "gather")
+        if self.loops and picks and not row_pairs.picks_one(self.rows, eqn, values):
             place, fault = row_pairs.of_round(self.rows, eqn, values), lasting([value])
             return values[0]._replace(fault=fault, place=place)
         if eqn.primitive.name == "reshape":  # to a number of rows that is written in the function

@@ -139,7 +139,7 @@ def prime_power(size: int, prime: int) -> int:
 
 def constant(x: Any, prime: int) -> RowValue:
     """Returns what is known of a constant; a multiple of the prime counts as made of the number of rows (0: none)."""
-    if isinstance(x, jax.Array) and not (prime and not x.ndim):  # only single numbers are fetched from a device
+    if isinstance(x, jax.Array) and x.ndim:  # only single numbers are fetched from a device
         return CONST
     if jnp.ndim(x):
         if prime and jnp.ndim(x) == 1 and x.size < 9 and jnp.issubdtype(x.dtype, jnp.integer):
@@ -151,7 +151,7 @@ def constant(x: Any, prime: int) -> RowValue:
         return UNKNOWN if (number := uniform(x)) is None else constant(number, prime)
     try:
         number = float(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # a tracer or a key; a transfer guard; an array that was deleted
         return CONST
     power, size = 0, abs(number)
     if prime and number and math.isfinite(number):

@@ -104,6 +104,7 @@ class Time(nn.Module):
         return nn.Dense(3)(many()(t, None)[0])
 
 
+ZERO = jnp.zeros(())
 NET, TIME = variables_of(Net(), ROWS["i"]), variables_of(Time(), ROWS["t"])
 
 
@@ -601,6 +602,11 @@ ACCEPTED = {
     "map": lambda x: lax.map(lambda a: jnp.max(a) / a.sum(), x).mean(),
     "map of turned rows": lambda x, z: nn.softplus(lax.map(jnp.sin, x[::-1])[::-1] * z).mean(),
     "sorted by class": lambda x, y: ce(x[o := jnp.argsort(y)], y[o]).mean(),
+    "sorted by class, the last one first": lambda x, y: ce(x[o := jnp.argsort(y)[::-1]], y[o]).mean(),
+    "scan from a zero": lambda e: lax.scan(lambda c, v: (c + v, None), ZERO, e)[0] / e.shape[0],
+    "rows by a carried number": lambda e, z: (
+        lax.scan(lambda c, v: ((c[0] + 1, c[1] + v * z[c[0], 0]), None), (0, 0.0), e)[0][1] / e.shape[0]
+    ),
     "sorted by class, and back": lambda x, w, y: jnp.take_along_axis(
         (x[o := jnp.argsort(y)] @ w)[jnp.argsort(o)], y[:, None], 1
     ).mean(),
@@ -909,6 +915,7 @@ REFUSED = {
         lambda x, s: jnp.tanh(s * x + x[-1]).sum(1).mean(),
         lambda x: jnp.exp(x @ x[0]).mean(),
         lambda e: jnp.maximum(e, e[0]).mean(),
+        lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: t + e[i] * e[0], 0.0) / e.shape[0],
         lambda e: jnp.abs(e - e[jnp.argmin(e)]).mean(),
         lambda x: jnp.tanh(jnp.concatenate([x, jnp.broadcast_to(x[0], x.shape)], 1)).mean(),
         lambda x, o: jnp.where(x[0, 0] > 0, jax.nn.relu(o), 0).mean(),
@@ -936,6 +943,8 @@ REFUSED = {
         lambda x, z: jnp.trace(x @ z.T),
         lambda x, z: ((x @ z.T) * jnp.eye(x.shape[0])).mean(),
         lambda e: lax.scan(lambda t, v: (t + v, None), 0.0, e)[0],
+        lambda e, s: lax.scan(lambda t, v: (t + v, None), s, e)[0] / e.shape[0],
+        lambda e: lax.scan(lambda i, v: (i + 1, v * (i % 2)), 0, e)[1].mean(),
         lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: t + jnp.exp(e[i]), 0.0) / 8,
         unfinished_maml,
         by_chance,
@@ -1056,6 +1065,7 @@ REFUSED = {
         lambda m, table: lax.dynamic_slice(table, (m.sum(), 0), (1, 4), allow_negative_indices=False).sum(),
         lambda e: lax.scan(lambda t, v: (jnp.maximum(t, v), None), 0.0, e)[0],
         lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0],
+        lambda e, m: lax.scan(lambda t, v: (jnp.where(v[1], 0, t + v[0]), None), 0.0, (e, m))[0] / e.shape[0],
         lambda e, s: lax.scan(lambda t, v: (s * t + v, None), 0.0, e)[0] / e.shape[0],
         lambda e: lax.scan(lambda t, v: (0.9 * t + v, None), 0.0, e)[0] * e.mean(),
         lambda e: lax.fori_loop(0, e.shape[0], lambda i, t: jnp.maximum(t, e[i]), 0.0),
@@ -1230,6 +1240,10 @@ REFUSED = {
         lambda x: lax.map(lambda s: jnp.exp((s[0] - s[1]).sum()), (x, jnp.roll(x, 1, 0))).mean(),
         lambda x, z: ((lax.map(jnp.sin, x[::-1]) - z) ** 2).mean(),
         lambda x: lax.fori_loop(0, x.shape[0], lambda i, c: c + jax.nn.logsumexp(x @ x[i]), 0.0) / x.shape[0],
+        lambda e, y: (e * e[jnp.argsort(y)]).mean(),
+        lambda e, m: jnp.where(m, e, e[jnp.argsort(m, descending=True)]).mean(),
+        lambda e: lax.map(lambda a: lax.scan(lambda c, b: (c + jnp.exp(a * b), None), 0.0, e)[0], e).mean(),
+        lambda e: lax.scan(lambda c, a: (c + lax.map(lambda b: a * b, e).mean(), None), 0.0, e)[0] / e.shape[0],
         lambda x: jnp.sort(x, 0)[-1].mean(),
         lambda x, y: x[y].mean(),
         lambda x, y: jnp.abs(x[y, 0] - x[:, 0]).mean(),
