@@ -154,7 +154,7 @@ def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | 
     for path in [*b, *(p for p in a if p not in b)]:
         if path not in a or path not in b:
             return f"{path} is {'missing' if path not in a else 'not expected'}"
-        if jnp.shape(a[path]) != jnp.shape(b[path]) or dtypes and a[path].dtype != b[path].dtype:
+        if jnp.shape(a[path]) != jnp.shape(b[path]) or dtypes and getattr(a[path], "dtype", None) != b[path].dtype:
             return f"{path} is {_short_type(a[path])}, {_short_type(b[path])} is expected"
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return f"the tree is {jax.tree.structure(found)}, {jax.tree.structure(expected)} is expected"
@@ -306,6 +306,7 @@ def update(
     try:
         with jax.named_scope("optimizer"):
             updates, after = _updates(tx, grads, opt_state, params, loss)
+        after = with_dtypes_of(opt_state, after)
     except NameError as error:
         if not is_unbound_axis(error):
             raise
@@ -421,7 +422,7 @@ def with_dtypes_of(expected: Tree, tree: Tree) -> Tree:
         return tree
 
     def of(x: Any, to: jax.ShapeDtypeStruct) -> Any:
-        kind = {int: np.number, float: np.inexact}.get(type(x))
+        kind = {bool: np.bool_, int: np.number, float: np.inexact}.get(type(x))
         if kind is None or not jnp.issubdtype(to.dtype, kind):
             return x
         try:

@@ -1664,6 +1664,23 @@ def test_a_number_that_the_state_cannot_hold_is_refused(place, number, found):
         step(state.replace(**changed[place]), batch(4))
 
 
+def test_an_optimizer_may_return_python_numbers():
+    """Under `jax.jit` optax takes them. The state keeps its dtypes, and refuses a number that these do not hold."""
+    start = {"rate": jnp.float32(0), "on": jnp.bool_(False), "count": jnp.int32(0)}
+
+    def step_that_returns(count):
+        after = {"rate": 0.5, "on": True, "count": count}
+        return step_of(2, tx=optax.GradientTransformation(lambda _: start, lambda grads, *_: (grads, after)))
+
+    step = step_that_returns(2)
+    state, _ = step(step.init({"params": single(PARAMS)}), batch(4))
+    assert jax.tree.map(lambda x: x.dtype, state.opt_state) == jax.tree.map(lambda x: x.dtype, start)
+    assert jax.tree.map(lambda x: x.item(), state.opt_state) == {"rate": 0.5, "on": True, "count": 2}
+    step = step_that_returns(0.5)
+    with pytest.raises(ValueError, match=r"opt_state differ .*\['count'\] is float\[\], int32\[\] is expected"):
+        step(step.init({"params": single(PARAMS)}), batch(4))
+
+
 def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
     """A step applies the transformation: what such an update does beside it, an average say, would be left out."""
 
