@@ -332,9 +332,8 @@ def update(
 def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
     """Returns the updates that the transformation makes, and its new state; `value` is passed if it takes that.
 
-    Only a call shows it: `optax.chain` takes any argument, and passes it on to its parts with extra arguments.
+    Only a call shows it, and not the type: `optax.chain` takes any argument, and `optax.MultiSteps` passes all on.
     """
-    run = optax.with_extra_args_support(tx).update
     if _clips_each_row(opt_state):
         raise TypeError(
             f"jdp.{VERB}: tx has optax.contrib.differentially_private_aggregate in it (so has dpsgd), which clips the "
@@ -343,11 +342,11 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
         )
     try:
         try:
-            return run(grads, opt_state, params, value=loss)
+            return tx.update(grads, opt_state, params, value=loss)
         except TypeError as error:
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
-        return run(grads, opt_state, params)
+        return tx.update(grads, opt_state, params)
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AttributeError) and error.name == "fast":  # optax.lookahead
             raise TypeError(

@@ -1681,6 +1681,41 @@ def test_an_optimizer_may_return_python_numbers():
         step(step.init({"params": single(PARAMS)}), batch(4))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["MultiSteps", "transformation", "nnx"])
+def test_multi_steps_pass_the_loss_on(kind):
+    """`optax.MultiSteps` takes `value` and passes it on, and has no type that says so."""
+    tx, params, x = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), np.ones(3, np.float32), X
+    tx = optax.MultiSteps(tx, 2)
+    want, opt_state = params, tx.init(params)
+    for _ in range(6):
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(want)
+        updates, opt_state = tx.update(grads, opt_state, want, value=value)
+        want = optax.apply_updates(want, updates)
+    tx = tx.gradient_transformation() if kind == "transformation" else tx
+    if kind == "nnx":
+        dp = jdp.DataParallel(Weights(params), range(2))
+        step = dp.train_step(lambda m, x: jnp.mean((x @ m.w[...]) ** 2), nnx.Optimizer(dp, tx, wrt=nnx.Param))
+        for _ in range(6):
+            step(x)
+        found = dp.module.w[...]
+    else:
+        step = step_of(2, lambda v, x: jnp.mean((x @ v["params"]) ** 2), tx)
+        state = step.init({"params": params})
+        for _ in range(6):
+            state, _ = step(state, x)
+        found = state.params
+    close_to_rounding(found, want)
+
+
+X = np.float32(DATA["x"][:10])
+
+
+class Weights(nnx.Module):
+    def __init__(self, w):
+        self.w = nnx.Param(jnp.asarray(w))
+
+
 def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
     """A step applies the transformation: what such an update does beside it, an average say, would be left out."""
 
