@@ -415,6 +415,8 @@ class TrainStep(Step[TrainState]):
             raise was_donated(state)
         refuse_no_arrays(state)
         program = self._matching(state.params, "state.params", bool(self._program.options.shard_params))
+        if not isinstance(state.key, jax.ShapeDtypeStruct):
+            state = state.replace(key=checked_key(state.key))
         shapes = shapes_of(state)
         if self._shapes is None:
             self._check_signature(state.key is not None)

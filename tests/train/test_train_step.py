@@ -592,6 +592,18 @@ def test_masks_repeat_with_the_key_of_the_state_and_differ_with_another():
     np.testing.assert_array_equal(step(restored, data)[1]["mask"], masks[1])
 
 
+def test_an_old_key_in_a_state_made_by_hand_differs_between_replicas():
+    """The replicas fold typed keys; of an old one, each would draw the same."""
+
+    def masks(key):
+        params = single(PARAMS)
+        return step_of(3, drawn)(jdp.TrainState(jnp.int32(0), params, SGD.init(params), {}, key), batch(12))[1]["mask"]
+
+    typed, old = masks(jax.random.key(7)), masks(jax.random.PRNGKey(7))
+    np.testing.assert_array_equal(old, typed)
+    assert (old[:4] != old[4:8]).any()
+
+
 class Dropping(nn.Module):
     @nn.compact
     def __call__(self, x):
