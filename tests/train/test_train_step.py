@@ -1728,6 +1728,22 @@ class Weights(nnx.Module):
         self.w = nnx.Param(jnp.asarray(w))
 
 
+def test_a_value_in_the_place_of_an_optimizers_variable_is_refused(refused):
+    dp = jdp.DataParallel(Weights(np.ones(3, np.float32)), range(2))
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = dp.train_step(lambda m, x: jnp.mean(x @ m.w[...]), nnx.Optimizer(dp, tx, wrt=nnx.Param))
+    hyperparams = step.optimizer.opt_state.hyperparams
+    hyperparams["learning_rate"] = 0.5
+    with refused(TypeError, "train_step", r"opt_state.hyperparams\['learning_rate'\] is a float"):
+        step(X)
+    hyperparams["learning_rate"] = nnx.OptState(0.25)
+    step(X)
+    close_to_rounding(dp.module.w[...], 1 - 0.25 * X.mean(0))
+    hyperparams["learning_rate"][...] = 0.5
+    step(X)
+    close_to_rounding(dp.module.w[...], 1 - 0.75 * X.mean(0))
+
+
 def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
     """A step applies the transformation: what such an update does beside it, an average say, would be left out."""
 
