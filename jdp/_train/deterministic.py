@@ -130,10 +130,11 @@ class Deterministic:
         after, others = zip(*[update(*of_device) for update, *of_device in operands], strict=True)
         leaves = self._assembled(after, [None] * len(after[0]))
         self._copies.clear()
-        self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
+        if not self._step.options.shard_optimizer:
+            self._copies.update((id(x), (x, copies)) for x, *copies in zip(leaves, *after, strict=True))
         state = of_state.unflatten(leaves)
         metrics, changed = of_others.unflatten(self._assembled(others, [None] * len(others[0])))
-        if self._step.options.shard_optimizer:  # the optimizer's state was gathered for the update
+        if self._step.options.shard_optimizer:  # its state was gathered for the update, and is cut again
             state = self._step.placed(state)
         return state, self._with_rows(metrics, parts, turns[-1].out), changed
 

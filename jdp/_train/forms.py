@@ -300,7 +300,6 @@ def _form_of_combination(
                 f"{name} has a factor that depends on {what}; factors of terms are the same on all replicas. Pass "
                 f"the whole loss as criterion=, which is called once with the outputs of all rows."
             )
-        of_factor = _form_of_mean(jnp.asarray(factor, jnp.result_type(float, factor)), weight)
         if isinstance(term, jax.Array) and term.ndim == 1 and followed.axis(first) == 0:
             followed.refuse_pairs(first, name, is_averaged=True)
             of_term = _form_of_mean(jnp.mean(term), weight)
@@ -314,6 +313,11 @@ def _form_of_combination(
                     f"{name} has {described(term)} among its terms ({followed.rows} rows); an array among terms is "
                     f"a vector with one entry per row, which stands for its mean. Take the mean over the other axes."
                 )
+        dtype, of_total = jnp.result_type(float, factor), of_term[0].dtype
+        if not hasattr(factor, "dtype") and jnp.issubdtype(of_total, jnp.floating):
+            # A Python number takes the term's dtype, as in JAX, of 32 bits or more: without this, float64 under x64.
+            dtype = jnp.float32 if of_total.itemsize < 4 else of_total
+        of_factor = _form_of_mean(jnp.asarray(factor, dtype), weight)
         for form, summands in (of_factor, of_term):
             forms.append(form)
             values += summands

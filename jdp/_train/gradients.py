@@ -337,7 +337,8 @@ def _traces(loss: Loss, signature: Signature, operands: tuple[Tree, ...]) -> dic
 def _product(values: Sequence[Any], cotangents: Sequence[Any]) -> Any:
     """Returns the sum of the products of values with their cotangents; integers have no cotangents."""
     pairs = zip([x for x in map(jnp.asarray, values) if has_cotangent(x)], cotangents, strict=True)
-    return sum((jnp.sum(x * ct).real for x, ct in pairs), jnp.zeros(()))
+    zero = jnp.zeros(())
+    return sum((jnp.sum(x * ct).real.astype(zero.dtype) for x, ct in pairs), zero)
 
 
 def has_cotangent(x: Any) -> bool:

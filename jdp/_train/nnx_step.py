@@ -296,5 +296,21 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
 
 
 def _variables_of(optimizer: nnx.Optimizer[Any]) -> tuple[list[nnx.Variable[Any]], Any]:
-    """Returns the variables of an optimizer's state, and the structure of the tree that they are in."""
-    return jax.tree.flatten(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    """Returns the variables of an optimizer's state, and the structure of the tree that they are in.
+
+    Raises a `TypeError` for a value in the place of a variable, because a step writes into the variables.
+    """
+    found, structure = jax.tree.flatten(optimizer.opt_state, is_leaf=_is_variable)
+    if not all(map(_is_variable, found)):
+        leaves = jax.tree_util.tree_leaves_with_path(optimizer.opt_state, is_leaf=_is_variable)
+        path, x = next((jax.tree_util.keystr(path), x) for path, x in leaves if not _is_variable(x))
+        raise TypeError(
+            f"jdp.{VERB}: step.optimizer.opt_state{path} is a {type(x).__name__}; a step reads and writes variables. "
+            f"Put the value into the variable, opt_state{path}[...] = value; in the place of a lost one, put "
+            f"nnx.OptState(value)."
+        )
+    return found, structure
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

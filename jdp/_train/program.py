@@ -109,6 +109,7 @@ class Program(Computation):
         """Drops the programs, because they are those of other shapes or shardings."""
         self.compiled.clear()
         self.known.clear()
+        self.scanned = None
 
     def __call__(self, state: TrainState, batch: Scattered, flat: Flat, keep: Keep) -> tuple[Any, dict[str, Any]]:
         """Dispatches one step; `flat` is the flattened state, which the caller has already.

@@ -154,7 +154,7 @@ def first_difference(found: Tree, expected: Tree, dtypes: bool = True) -> str | 
     for path in [*b, *(p for p in a if p not in b)]:
         if path not in a or path not in b:
             return f"{path} is {'missing' if path not in a else 'not expected'}"
-        if jnp.shape(a[path]) != jnp.shape(b[path]) or dtypes and a[path].dtype != b[path].dtype:
+        if jnp.shape(a[path]) != jnp.shape(b[path]) or dtypes and getattr(a[path], "dtype", None) != b[path].dtype:
             return f"{path} is {_short_type(a[path])}, {_short_type(b[path])} is expected"
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return f"the tree is {jax.tree.structure(found)}, {jax.tree.structure(expected)} is expected"
@@ -306,6 +306,7 @@ def update(
     try:
         with jax.named_scope("optimizer"):
             updates, after = _updates(tx, grads, opt_state, params, loss)
+        after = with_dtypes_of(opt_state, after)
     except NameError as error:
         if not is_unbound_axis(error):
             raise
@@ -331,9 +332,8 @@ def update(
 def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
     """Returns the updates that the transformation makes, and its new state; `value` is passed if it takes that.
 
-    Only a call shows it: `optax.chain` takes any argument, and passes it on to its parts with extra arguments.
+    Only a call shows it, and not the type: `optax.chain` takes any argument, and `optax.MultiSteps` passes all on.
     """
-    run = optax.with_extra_args_support(tx).update
     if _clips_each_row(opt_state):
         raise TypeError(
             f"jdp.{VERB}: tx has optax.contrib.differentially_private_aggregate in it (so has dpsgd), which clips the "
@@ -342,11 +342,11 @@ def _updates(tx: Any, grads: Tree, opt_state: Tree, params: Tree, loss: Any) -> 
         )
     try:
         try:
-            return run(grads, opt_state, params, value=loss)
+            return tx.update(grads, opt_state, params, value=loss)
         except TypeError as error:
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
-        return run(grads, opt_state, params)
+        return tx.update(grads, opt_state, params)
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AttributeError) and error.name == "fast":  # optax.lookahead
             raise TypeError(
@@ -421,7 +421,7 @@ def with_dtypes_of(expected: Tree, tree: Tree) -> Tree:
         return tree
 
     def of(x: Any, to: jax.ShapeDtypeStruct) -> Any:
-        kind = {int: np.number, float: np.inexact}.get(type(x))
+        kind = {bool: np.bool_, int: np.number, float: np.inexact}.get(type(x))
         if kind is None or not jnp.issubdtype(to.dtype, kind):
             return x
         try:

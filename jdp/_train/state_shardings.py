@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.layout import Tree
 from .._core.outputs import path_name
@@ -29,19 +29,19 @@ def gather_whole(tree: Tree, mesh: ReplicaMesh) -> Tree:
 
 
 InnerShardings = dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]]
-"""By path, the shape and the sharding of what is cut inside of the replicas."""
+"""By path, the shape and the sharding of each array, if some are cut inside of the replicas; otherwise empty."""
 
 
 def inner_shardings_of(params: Tree, mesh: ReplicaMesh, root: str) -> InnerShardings:
-    """Returns the shardings of parameters that are cut inside of the replicas."""
+    """Returns the shardings of parameters inside of the replicas; an empty dict if none is cut there."""
     found: InnerShardings = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if cut_axis_of(x, mesh) is not None:
             raise ValueError(cut_over_replicas("train_step", root + jax.tree_util.keystr(path), x, mesh))
         where = mesh.renamed(getattr(x, "sharding", None))
-        if mesh.holds(where) and any(where.spec):
-            found[tuple(map(str, path))] = x.shape, NamedSharding(mesh.jax_mesh, mesh.within(where.spec))
-    return found
+        spec = mesh.within(where.spec) if mesh.holds(where) else PartitionSpec()
+        found[tuple(map(str, path))] = jnp.shape(x), NamedSharding(mesh.jax_mesh, spec)
+    return found if any(any(where.spec) for _, where in found.values()) else {}
 
 
 def on_other_mesh(inner: InnerShardings, mesh: ReplicaMesh) -> InnerShardings:

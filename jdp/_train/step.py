@@ -415,14 +415,14 @@ class TrainStep(Step[TrainState]):
             raise was_donated(state)
         refuse_no_arrays(state)
         program = self._matching(state.params, "state.params", bool(self._program.options.shard_params))
-        shapes = shapes_of(state)
-        if self._shapes is None:
+        if getattr(state.key, "dtype", None) == "uint32":  # a key of the old style, which replicas would not fold
+            state = state.replace(key=checked_key(state.key))
+        shapes, expected = shapes_of(state), self._shapes
+        if expected is None:
             self._check_signature(state.key is not None)
             check_differentiable(VERB, state.params, "state.params")
             refuse_overwritten(VERB, state.state)
             expected = shapes.replace(opt_state=opt_shapes(self._program.tx, shapes.params))
-        else:
-            expected = self._shapes
         state = with_dtypes_of(expected, state)
         difference = first_difference(shapes_of(state), expected)
         if difference is not None:

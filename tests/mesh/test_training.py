@@ -138,6 +138,18 @@ def test_gradients_lie_as_their_parameters(name, n):
         lies_as(grads)
 
 
+def test_a_whole_parameter_stays_whole_next_to_a_cut_one_of_its_name():
+    """The path of the cut one, `['kernel']`, ends the path of the other, `['a']['kernel']`."""
+    mesh, one = mesh_of("2x2"), np.eye(6, dtype=np.float32)
+    whole, cut = (jax.device_put(one, NamedSharding(mesh, spec)) for spec in (P(), P(None, "model")))
+    step = jdp.DataParallel(bare, mesh).train_step(
+        lambda v, x: ((x @ v["params"]["a"]["kernel"] @ v["params"]["kernel"]) ** 2).mean(), TX
+    )
+    state = step.init({"params": {"a": {"kernel": whole}, "kernel": cut}})
+    for tree in (state.params, state.opt_state[0].mu):
+        lies_as({"a": tree["a"]["kernel"], "kernel": tree["kernel"]}, {"a": P(), "kernel": P(None, "model")})
+
+
 @pytest.mark.full
 def test_the_optimizers_state_of_some_parameters_lies_as_they_do():
     """Moments under a mask, in a list of several optimizers, and factored ones that have another shape."""

@@ -486,6 +486,12 @@ def test_the_state_that_went_in_is_donated():
         step(state, np.ones(8, np.float32))
 
 
+def test_a_cut_optimizer_is_whole_nowhere_between_steps():
+    step = step_of(lambda v, x: jnp.mean(x * v["params"].sum()), deterministic=True, shard_optimizer=True)
+    state, _ = step(step.init({"params": np.ones(8, np.float32)}), np.ones(8, np.float32))
+    assert not step._program._copies
+
+
 @pytest.mark.one_case("13")
 @pytest.mark.budget(6)
 @pytest.mark.parametrize("rows", [16, 13])

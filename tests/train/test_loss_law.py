@@ -453,6 +453,31 @@ def test_a_loss_is_that_of_one_device_or_refused(n, steps, program, model, rows,
             assert verdict(jax.eval_shape, on_one)[1] == refused
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["terms", "criterion"])
+def test_32_bits_stay_32_bits_under_x64(way):
+    """A Python number is of the dtype that it meets, also where JAX promotes nothing else."""
+    w, x = np.float32([1, 2, 3]), np.random.RandomState(0).randn(7, 3).astype(np.float32)
+    loss, options, whole = {
+        "terms": (
+            lambda w, x: jdp.Mean(jnp.sum(x @ w), len(x)) + 0.5 * jdp.Sum(jnp.sum(x @ w)),
+            {},
+            lambda w: jnp.mean(x @ w) + 0.5 * jnp.sum(x @ w),
+        ),
+        "criterion": (
+            lambda w, x: x @ w,
+            {"criterion": lambda out, x: jnp.sqrt(jnp.sum(out**2)), "accumulate_steps": 2},
+            lambda w: jnp.sqrt(jnp.sum((x @ w) ** 2)),
+        ),
+    }[way]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = jdp.DataParallel(lambda w, x: x @ w, range(2)).value_and_grad(loss, **options)(w, x)
+        want = jax.value_and_grad(whole)(w)
+        for a, b in zip(found, want, strict=True):
+            assert a.dtype == b.dtype == jnp.float32
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def traced(loss, metrics=(), n=1):
     """The type of the error at a trace of the gradient, which computes nothing."""
     batch = batch_of(6, 1, np.float32)

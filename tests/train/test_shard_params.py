@@ -163,6 +163,27 @@ def test_the_optimizers_arrays_are_cut_as_their_parameters_are():
     assert axes(wrapper(8).train_step(loss, tx, shard_params=True).init({"params": PARAMS}).params) == cut
 
 
+@pytest.mark.full
+def test_another_model_is_cut_as_in_a_new_step():
+    """What the scans of the first model iterate over says nothing of the second's, whose biases have other shapes."""
+
+    def scanned(variables, x):
+        return (jax.lax.scan(lambda h, b: (jnp.tanh(h + b), None), x, variables["params"])[0] ** 2).mean()
+
+    dp, x = wrapper(2), np.ones((4, 4), np.float32)
+    new = lambda: dp.train_step(scanned, optax.sgd(0.1), shard_params=True)  # noqa: E731
+
+    def trained(step, layers):
+        state = step.init({"params": np.ones((layers, 4), np.float32)})
+        for _ in range(2):
+            state, _ = step(state, x)
+        return axes(state.params), step.lower(state, x).as_text()
+
+    step = new()
+    trained(step, 2)
+    assert trained(step, 6) == trained(new(), 6)
+
+
 def test_it_implies_a_cut_optimizer_and_refuses_a_whole_one():
     dp = wrapper(2)
     with pytest.raises(ValueError, match="shard_optimizer"):

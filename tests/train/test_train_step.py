@@ -592,6 +592,18 @@ def test_masks_repeat_with_the_key_of_the_state_and_differ_with_another():
     np.testing.assert_array_equal(step(restored, data)[1]["mask"], masks[1])
 
 
+def test_an_old_key_in_a_state_made_by_hand_differs_between_replicas():
+    """The replicas fold typed keys; of an old one, each would draw the same."""
+
+    def masks(key):
+        params = single(PARAMS)
+        return step_of(3, drawn)(jdp.TrainState(jnp.int32(0), params, SGD.init(params), {}, key), batch(12))[1]["mask"]
+
+    typed, old = masks(jax.random.key(7)), masks(jax.random.PRNGKey(7))
+    np.testing.assert_array_equal(old, typed)
+    assert (old[:4] != old[4:8]).any()
+
+
 class Dropping(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -1662,6 +1674,74 @@ def test_a_number_that_the_state_cannot_hold_is_refused(place, number, found):
     }
     with pytest.raises(ValueError, match=rf"{place}.* is {found}\[\], .* is expected"):
         step(state.replace(**changed[place]), batch(4))
+
+
+def test_an_optimizer_may_return_python_numbers():
+    """Under `jax.jit` optax takes them. The state keeps its dtypes, and refuses a number that these do not hold."""
+    start = {"rate": jnp.float32(0), "on": jnp.bool_(False), "count": jnp.int32(0)}
+
+    def step_that_returns(count):
+        after = {"rate": 0.5, "on": True, "count": count}
+        return step_of(2, tx=optax.GradientTransformation(lambda _: start, lambda grads, *_: (grads, after)))
+
+    step = step_that_returns(2)
+    state, _ = step(step.init({"params": single(PARAMS)}), batch(4))
+    assert jax.tree.map(lambda x: x.dtype, state.opt_state) == jax.tree.map(lambda x: x.dtype, start)
+    assert jax.tree.map(lambda x: x.item(), state.opt_state) == {"rate": 0.5, "on": True, "count": 2}
+    step = step_that_returns(0.5)
+    with pytest.raises(ValueError, match=r"opt_state differ .*\['count'\] is float\[\], int32\[\] is expected"):
+        step(step.init({"params": single(PARAMS)}), batch(4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["MultiSteps", "transformation", "nnx"])
+def test_multi_steps_pass_the_loss_on(kind):
+    """`optax.MultiSteps` takes `value` and passes it on, and has no type that says so."""
+    tx, params, x = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), np.ones(3, np.float32), X
+    tx = optax.MultiSteps(tx, 2)
+    want, opt_state = params, tx.init(params)
+    for _ in range(6):
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(want)
+        updates, opt_state = tx.update(grads, opt_state, want, value=value)
+        want = optax.apply_updates(want, updates)
+    tx = tx.gradient_transformation() if kind == "transformation" else tx
+    if kind == "nnx":
+        dp = jdp.DataParallel(Weights(params), range(2))
+        step = dp.train_step(lambda m, x: jnp.mean((x @ m.w[...]) ** 2), nnx.Optimizer(dp, tx, wrt=nnx.Param))
+        for _ in range(6):
+            step(x)
+        found = dp.module.w[...]
+    else:
+        step = step_of(2, lambda v, x: jnp.mean((x @ v["params"]) ** 2), tx)
+        state = step.init({"params": params})
+        for _ in range(6):
+            state, _ = step(state, x)
+        found = state.params
+    close_to_rounding(found, want)
+
+
+X = np.float32(DATA["x"][:10])
+
+
+class Weights(nnx.Module):
+    def __init__(self, w):
+        self.w = nnx.Param(jnp.asarray(w))
+
+
+def test_a_value_in_the_place_of_an_optimizers_variable_is_refused(refused):
+    dp = jdp.DataParallel(Weights(np.ones(3, np.float32)), range(2))
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = dp.train_step(lambda m, x: jnp.mean(x @ m.w[...]), nnx.Optimizer(dp, tx, wrt=nnx.Param))
+    hyperparams = step.optimizer.opt_state.hyperparams
+    hyperparams["learning_rate"] = 0.5
+    with refused(TypeError, "train_step", r"opt_state.hyperparams\['learning_rate'\] is a float"):
+        step(X)
+    hyperparams["learning_rate"] = nnx.OptState(0.25)
+    step(X)
+    close_to_rounding(dp.module.w[...], 1 - 0.25 * X.mean(0))
+    hyperparams["learning_rate"][...] = 0.5
+    step(X)
+    close_to_rounding(dp.module.w[...], 1 - 0.75 * X.mean(0))
 
 
 def test_an_nnx_optimizer_with_an_update_of_its_own_is_refused(refused):
