@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,7 +56,7 @@ def linen_function(
             )
             raise
         except (TypeError, ValueError) as error:
-            _explain_batch_axis(error, variables, args, state_axes)
+            explain_batch_axis(error, args, _leaves_of_state(variables, state_axes))
             raise
         if not is_stateful(kwargs):
             return mark_outputs(out, out_axes)
@@ -73,20 +73,28 @@ def linen_function(
     return apply
 
 
-def _explain_batch_axis(
-    error: Exception, variables: Mapping[str, Tree], args: Sequence[Any], state_axes: Mapping[str, int]
-) -> None:
-    """Adds a note to an error of shapes in a model that gets state of more rows than its batch has."""
+def explain_batch_axis(error: Exception, args: Any, state: Iterable[tuple[str, str, Any]]) -> None:
+    """Adds a note to an error of shapes in a model that gets state of more rows than its batch has.
+
+    `state` has the name of each leaf, the key of `state_axes` that means it, and the leaf.
+    """
     rows = next((x.shape[0] for x in jax.tree.leaves(args) if is_array(x) and x.ndim), 0)
+    is_of_shapes = "shape" in str(error) or "broadcast" in str(error)
+    for name, key, x in state:
+        if is_of_shapes and is_array(x) and x.ndim > 1 and x.shape[0] > rows > 0:
+            error.add_note(
+                f"jdp.DataParallel: each replica has {rows} rows of the batch, and all of the state {name}, which is "
+                f"{x.shape}. If its first axis is that of the batch, say so: state_axes={{{key}: 0}}."
+            )
+            return
+
+
+def _leaves_of_state(variables: Mapping[str, Tree], state_axes: Mapping[str, int]) -> Iterator[tuple[str, str, Any]]:
+    """Yields each leaf of the state that is whole on each replica, with its name and the key of its collection."""
     for name, collection in variables.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(collection if name not in {"params", *state_axes} else {}):
-            if "shape" in str(error) and is_array(x) and x.ndim > 1 and x.shape[0] > rows > 0:
-                error.add_note(
-                    f"jdp.DataParallel: each replica has {rows} rows of the batch, and all of the state "
-                    f"{name}{jax.tree_util.keystr(path)}, which is {x.shape}. If its first axis is that of the batch, "
-                    f"say so: state_axes={{{name!r}: 0}}."
-                )
-                return
+        if name not in {"params", *state_axes}:
+            for path, x in jax.tree_util.tree_leaves_with_path(collection):
+                yield f"{name}{jax.tree_util.keystr(path)}", repr(name), x
 
 
 def unboxed(variables: Mapping[str, Tree], mutable: Any) -> Mapping[str, Tree]:

@@ -25,7 +25,7 @@ from .._core.scattered import Scattered, fold_key
 from .._core.shards import axis_for_parameter, refuse_too_large
 from .._jax.jaxprs import MAYBE, passed_on
 from .._jax.private import CAPTURES
-from .linen import mark_sown, mark_state, sharding_within
+from .linen import explain_batch_axis, mark_sown, mark_state, sharding_within
 from .sync_batch_norm import sync_nodes
 
 Filter = Callable[[Any, Any], bool]
@@ -78,11 +78,25 @@ def with_nodes(
         folded = [fold_state(state, axis_name) for state in replicas.variables]
         nodes = own_nodes(replicas.graph, folded)
         params, args, kwargs = put_nodes((replicas.others, args, kwargs), nodes)
-        with lost_attributes(nodes):
-            out = function(params, *args, **kwargs)
+        try:
+            with lost_attributes(nodes):
+                out = function(params, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            explain_batch_axis(error, (args, kwargs), _without_batch_axis(replicas.variables, filters))
+            raise
         return out, mark_updates(nnx.state(nodes), replicas.variables, reduce_state, filters, folded)
 
     return call
+
+
+def _without_batch_axis(
+    states: Sequence[Tree], filters: Sequence[tuple[Filter, int]]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yields each leaf of the state that is whole on each replica, with its name and a filter that means it."""
+    for path, v in (entry for state in states for entry in nnx.to_flat_state(state)):
+        if not isinstance(v, nnx.Param) and not any(accepts(path, v) for accepts, _ in filters):
+            key = "nnx.Cache" if isinstance(v, nnx.Cache) else f"nnx.PathContains({path[-1]!r})"
+            yield from ((".".join(map(str, path[1:])), key, x) for x in jax.tree.leaves(v))
 
 
 def made_in_shards(module: Any, mesh: ReplicaMesh) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import re
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -939,6 +940,25 @@ def test_a_filter_that_names_too_much(refused):
     dp = wrap(Caching(5), 3, state_axes={nnx.Variable: 0})
     with refused(ValueError, "DataParallel", match="state.*let state_axes name what has a batch axis and no more"):
         dp(ROWS[:5])
+
+
+@pytest.mark.full
+def test_a_cache_that_state_axes_does_not_name():
+    """Each replica gets its rows and the whole cache; Flax says that the shapes differ, and a note says why."""
+
+    def decoder():
+        attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((5, 3, 4))
+        return attention
+
+    x = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 1, 4)
+    says = "has 2 rows of the batch, and all of the state "
+    for model, rows, key in ((decoder(), x, r"nnx.Cache"), (Caching(5), ROWS[:5], r"nnx.PathContains\('k'\)")):
+        with pytest.raises((TypeError, ValueError), match="shape|broadcast") as raised:
+            wrap(model, 3)(rows)
+        (note,) = [x for x in raised.value.__notes__ if x.startswith("jdp.DataParallel")]
+        assert re.search(rf"{says}.*, which is \(5, .*state_axes={{{key}: 0}}", note)
+    close(wrap(decoder(), 3, state_axes={nnx.Cache: 0})(x), decoder()(x))
 
 
 # --- Flax's own tools ---
