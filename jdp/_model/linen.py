@@ -90,7 +90,7 @@ def explain_batch_axis(error: Exception, args: Any, state: Iterable[tuple[str, s
 
 
 def _leaves_of_state(variables: Mapping[str, Tree], state_axes: Mapping[str, int]) -> Iterator[tuple[str, str, Any]]:
-    """Yields each leaf of the state that is whole on each replica, with its name and the key of its collection."""
+    """Yields each leaf of the replicated state, with its name and the key of its collection."""
     for name, collection in variables.items():
         if name not in {"params", *state_axes}:
             for path, x in jax.tree_util.tree_leaves_with_path(collection):

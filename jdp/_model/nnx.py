@@ -92,7 +92,7 @@ def with_nodes(
 def _without_batch_axis(
     states: Sequence[Tree], filters: Sequence[tuple[Filter, int]]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yields each leaf of the state that is whole on each replica, with its name and a filter that means it."""
+    """Yields each leaf of the replicated state, with its name and a filter that means it."""
     for path, v in (entry for state in states for entry in nnx.to_flat_state(state)):
         if not isinstance(v, nnx.Param) and not any(accepts(path, v) for accepts, _ in filters):
             key = "nnx.Cache" if isinstance(v, nnx.Cache) else f"nnx.PathContains({path[-1]!r})"

@@ -75,8 +75,13 @@ ENDS = {
     "dropped": ("del checkpointer", 0, ""),
 }
 SLOW = [pytest.mark.full]
+# On those the error says to close the Checkpointer: see `Writer.loss`.
+starts_threads = pytest.mark.skipif(
+    (3, 12, 0) <= sys.version_info < (3, 12, 3), reason="Python 3.12.0 to 3.12.2 start no thread while a program ends"
+)
 
 
+@starts_threads
 @pytest.mark.parametrize("end", [pytest.param(end, marks=[] if end == "Ctrl-C" else SLOW) for end in ENDS])
 def test_the_last_save_is_waited_for(tmp_path, end):
     line, status, said = ENDS[end]
@@ -236,6 +241,7 @@ def test_data_is_that_of_the_call():
     assert kept == {"losses": [1.5], "at": {"row": 3}}
 
 
+@starts_threads
 @pytest.mark.full
 def test_a_child_that_is_forked_leaves_the_saves_of_its_parent_alone(tmp_path):
     """It does not wait for them, and says nothing of them; its parent does."""
