@@ -251,7 +251,8 @@ def _must_agree(lead: Body, other: Body) -> None:
                 "what is one for all replicas has one shape. Return what does not depend on the number of rows"
                 if rule.axis is None
                 else f"replicas may differ along axis {rule.axis} only, which is that of their rows. Return the rows "
-                f"along it; dp(...) and dp.parallel take another axis in out_axes"
+                f"along it{', one row too: squeeze(-1), not squeeze()' * (a.ndim != b.ndim)}; dp(...) and dp.parallel "
+                f"take another axis in out_axes"
             )
             raise ValueError(
                 f"jdp.parallel_apply: {output_path(lead.out.treedef, k)} is {a.str_short()} on replica "

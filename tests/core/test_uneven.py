@@ -297,3 +297,11 @@ def test_no_rows_what_is_not_made_of_rows_is_the_models(n):
     dp = jdp.DataParallel(lambda w, x: (x, w * 3), range(n), out_axes=(0, None))
     rows, three = dp(np.float32(2), laws.NUMBERS[:0])
     assert rows.shape == (0, 4) and float(three) == 6
+
+
+def test_a_chunk_of_one_row_that_is_squeezed_names_the_way_out():
+    dp = jdp.DataParallel(lambda w, x: (x @ w).squeeze(), devices=[0, 1])
+    with pytest.raises(ValueError, match=r"float32\[2\] on replica 0 and float32\[\] on replica 1; .* squeeze\(-1\)"):
+        dp(np.ones((3, 1), np.float32), ROWS[:3])
+    dp = jdp.DataParallel(lambda w, x: (x @ w).squeeze(-1), devices=[0, 1])
+    assert dp(np.ones((3, 1), np.float32), ROWS[:3]).shape == (3,)
