@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -449,6 +450,15 @@ def test_a_tuple_is_the_arguments():
 def test_a_scattered_in_a_loss_by_hand(fn):
     with pytest.raises(TypeError, match=r"it is used as an array; .*jdp.gather\(x\)"):
         fn(jdp.scatter(X, range(4)))
+
+
+def test_labels_that_are_scattered_in_a_loss_of_optax():
+    """It asks for their dtype first; JAX says there that it cannot determine one, and hides what a TypeError says."""
+    for _, labels in jdp.DataParallel(linear(), range(4)).prefetch([(X, np.arange(len(X)) % 2)]):
+        with pytest.raises(
+            AttributeError, match=r"^jdp\.Scattered: it is used as an array; .*np\.asarray\(jdp.gather\(x\)"
+        ):
+            optax.softmax_cross_entropy_with_integer_labels(jnp.ones((len(X), 2)), labels)
 
 
 @pytest.mark.parametrize("size", [7, 8])

@@ -34,6 +34,7 @@ from .steps import Steps, listed
 _saves, _writers = itertools.count(), itertools.count()  # the same in all processes
 _SLICE = 0.5  # seconds between two looks for the others while the save is waited for
 _PATIENCE = 1200  # seconds that the processes wait for the deletions of process 0, as long as Orbax for its writes
+_STRAYS = 60.0  # seconds, at most, that threads of an interrupted save may take
 
 
 class Writer:
@@ -185,6 +186,10 @@ class Writer:
         if self._orbax is not None:
             with contextlib.suppress(Exception):  # the interrupted `save` has already raised
                 self._orbax.wait_until_finished()
+        over = time.monotonic() + _STRAYS
+        for thread in threading.enumerate():  # Ctrl-C in `start`: Orbax does not know a thread that writes
+            if type(thread).__module__.startswith("orbax.") and thread.is_alive():
+                thread.join(max(0.0, over - time.monotonic()))
         if self._step in steps_in(self._directory):
             self._steps.newest = self._step
         self._interrupted = False

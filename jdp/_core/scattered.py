@@ -59,8 +59,9 @@ class Scattered(Sequence[Tree]):
 
     if not TYPE_CHECKING:  # so that type checkers flag all of these uses
 
-        def _used_as_array(self, *_: Any, **__: Any) -> Any:
-            raise TypeError(f"jdp.Scattered: it is used as an array; {_NO_ARRAY}")
+        def _used_as_array(self, *asked: Any, **_: Any) -> Any:
+            error = AttributeError if asked and asked[0] is np.result_type else TypeError  # JAX hides a TypeError there
+            raise error(f"jdp.Scattered: it is used as an array; {_NO_ARRAY}")
 
         def __eq__(self, other: object) -> bool:
             if self is not other and isinstance(other, jax.Array | np.ndarray | np.generic | int | float | Scattered):

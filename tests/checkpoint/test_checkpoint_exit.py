@@ -305,6 +305,35 @@ def test_a_save_that_was_interrupted_and_is_complete_is_the_newest(tmp_path, mon
     assert os.listdir(tmp_path) == ["2"]
 
 
+def test_what_an_interrupted_save_left_writing_is_waited_for(tmp_path, monkeypatch):
+    """Ctrl-C in the start of a thread of Orbax's: it wrote to the files of the save that was made again."""
+    start, save, found = threading.Thread.start, ocp.AsyncCheckpointer.save, []
+
+    def of_orbax():
+        return [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
+
+    def interrupted(thread):
+        if type(thread).__module__.startswith("orbax."):
+            run = thread.run
+            thread.run = lambda: (time.sleep(0.5), run())
+        start(thread)
+        if thread in of_orbax():
+            raise KeyboardInterrupt
+
+    def looks(*args, **kwargs):
+        found.append(of_orbax())
+        return save(*args, **kwargs)
+
+    with jdp.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupted)
+            checkpointer.save(2, {"w": np.ones(3)})
+        assert of_orbax()
+        monkeypatch.setattr(ocp.AsyncCheckpointer, "save", looks)
+        assert checkpointer.save(2, {"w": np.ones(3)})
+    assert found == [[]] and os.listdir(tmp_path) == ["2"]
+
+
 # One that is dropped after a save has failed.
 
 
