@@ -314,8 +314,9 @@ def _form_of_combination(
                     f"a vector with one entry per row, which stands for its mean. Take the mean over the other axes."
                 )
         dtype, of_total = jnp.result_type(float, factor), of_term[0].dtype
-        if not hasattr(factor, "dtype") and jnp.issubdtype(of_total, jnp.floating):
-            # A Python number takes the term's dtype, as in JAX, of 32 bits or more: without this, float64 under x64.
+        # A Python number takes the term's dtype, as in JAX, of 32 bits or more: without this, float64 under x64.
+        # `of_total` is None for a sum of integers.
+        if not hasattr(factor, "dtype") and of_total is not None and jnp.issubdtype(of_total, jnp.floating):
             dtype = jnp.float32 if of_total.itemsize < 4 else of_total
         of_factor = _form_of_mean(jnp.asarray(factor, dtype), weight)
         for form, summands in (of_factor, of_term):

@@ -205,6 +205,17 @@ def test_the_host_adds_in_64_bits():
     np.testing.assert_allclose(found["mean"], np.float64(np.float32(0.1)), rtol=1e-9)
 
 
+def test_terms_of_integers_are_added_with_factors():
+    def metrics_fn(w, x):
+        return {"found": jdp.Sum(jnp.sum(x > 0)) + jdp.Mean(jnp.sum(x > 1), x.shape[0]) / 2 - jdp.Sum(jnp.sum(x < 0))}
+
+    dp, x = jdp.DataParallel(lambda w, x: w * x, devices=range(2)), ROWS[:7, 0]
+    want = (x > 0).sum() + (x > 1).mean() / 2 - (x < 0).sum()
+    assert dp.evaluate(metrics_fn, 1.0, [x[:4], x[4:]])["found"] == pytest.approx(want)
+    (_, metrics), _ = dp.value_and_grad(lambda w, x: (jnp.mean(w * x), metrics_fn(w, x)), has_aux=True)(1.0, x)
+    assert float(metrics["found"]) == pytest.approx(want)
+
+
 def test_rows_keep_their_dtype():
     dp = jdp.DataParallel(lambda w, x: x, range(4))
     found = dp.evaluate(
