@@ -369,6 +369,11 @@ def test_a_step_that_is_none(script, capsys, options):
     assert "argument --step" in errors or "required: --step" in errors
 
 
+def test_only_the_script_is_missing(capsys):
+    assert main(["replay", "run", "--step", "4"]) == 2
+    assert capsys.readouterr().err.endswith("are required: script\n")  # and not its arguments
+
+
 def test_a_script_that_trains_in_a_thread_writes_nothing_either(script, tmp_path, capsys):
     train(script(SMALL + LOOP))
     loop = textwrap.indent(textwrap.dedent(LOOP), " " * 8).replace("restore(state)", "restore(begin)")
