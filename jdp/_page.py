@@ -95,10 +95,8 @@ def in_notebook(make: Callable[[T], Page]) -> Callable[[T], str | None]:
 
 def scaled(amount: float, units: Sequence[tuple[float, str]], digits: int = 4) -> str:
     """Returns the amount, rounded, in the first unit that it reaches then, or in the last; the units fall in size."""
-    for size, unit in units:
-        number = float(f"{amount / size:.{digits}g}")
-        if number >= 1:
-            break
+    numbers = [(float(f"{amount / size:.{digits}g}"), unit) for size, unit in units]
+    number, unit = next((one for one in numbers if one[0] >= 1), numbers[-1])
     return f"{number:.12g} {unit}"
 
 
