@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -518,6 +519,16 @@ def test_an_interrupt_keeps_the_lines_that_are_finished(script, cpus, capsys, mo
     last = told.err.splitlines()[-1]
     assert last == "jdp plan: interrupted" + "; 2 of its lines were finished" * (after > 0)
     assert (tmp_path / "plan.png").exists() == (after > 0) == ("2 x 8" in told.out)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(script, cpus, monkeypatch):
+    one = Line("1 x 8", 8, 1, 4, seconds=1.0, efficiency=1.0)
+    monkeypatch.setattr(plan, "lines", lambda *args: [one])
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["plan", script(STEP), "--topology", "h100"]) == 0
 
 
 def test_what_cannot_be_planned_is_said_in_a_line(script, cpus, capsys):
