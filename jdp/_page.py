@@ -94,9 +94,10 @@ def in_notebook(make: Callable[[T], Page]) -> Callable[[T], str | None]:
 
 
 def scaled(amount: float, units: Sequence[tuple[float, str]], digits: int = 4) -> str:
-    """Returns the amount in the first unit that it reaches, or in the last; the units fall in size."""
-    size, unit = next((one for one in units if amount >= one[0]), units[-1])
-    return f"{amount / size:.{digits}g} {unit}"
+    """Returns the amount, rounded, in the first unit that it reaches then, or in the last; the units fall in size."""
+    numbers = [(float(f"{amount / size:.{digits}g}"), unit) for size, unit in units]
+    number, unit = next((one for one in numbers if one[0] >= 1), numbers[-1])
+    return f"{number:.12g} {unit}"
 
 
 def in_bytes(amount: float) -> str:

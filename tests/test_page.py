@@ -8,7 +8,22 @@ import webbrowser
 import pytest
 from markup import read
 
-from jdp._page import Html, Page, bars, curves, in_notebook, lane, legend, section, stack, table, tag, text
+from jdp._page import (
+    Html,
+    Page,
+    bars,
+    curves,
+    in_bytes,
+    in_notebook,
+    in_seconds,
+    lane,
+    legend,
+    section,
+    stack,
+    table,
+    tag,
+    text,
+)
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 
@@ -39,6 +54,11 @@ def test_what_comes_from_a_user_is_text(markup):
 
 def test_an_attribute_is_escaped_too():
     assert read(tag("p", class_='a" onclick="b')).one("p").attributes == {"class": 'a" onclick="b'}
+
+
+def test_amounts_are_plain_numbers_in_the_unit_that_they_are_rounded_to():
+    assert [*map(in_seconds, (0, 59.96, 0.9999, 1234.5))] == ["0 us", "60 s", "1 s", "1230 s"]
+    assert [*map(in_bytes, (1023, 2**20 - 1, 12345 * 2**30))] == ["1023 B", "1 MiB", "12340 GiB"]
 
 
 def test_bars_are_as_long_as_their_amounts():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 import rich.box
@@ -43,6 +44,16 @@ def say(command: str, text: str, out: TextIO | None = None) -> None:
     if out is not None and out.isatty():
         with contextlib.suppress(OSError):
             print(f"\r\x1b[K{f'jdp {command}: {text} ...' if text else ''}"[:78], end="", file=out, flush=True)
+
+
+@contextlib.contextmanager
+def as_long_as_read(out: TextIO) -> Iterator[None]:
+    """Ends its block without an error when the reader of `out` has closed the pipe: `| head` has seen enough."""
+    try:
+        yield
+        out.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # otherwise Python complains once more at its end
 
 
 class Title(NamedTuple):

@@ -73,6 +73,16 @@ def test_uneven_rows_are_those_of_the_busiest(dp):
     assert report.flops >= 2 * 2 * (16 * WIDTH + WIDTH * 8)
 
 
+def test_a_loop_counts_as_often_as_it_runs(devices):
+    def layers(w, x):
+        return jax.lax.scan(lambda h, one: (jnp.tanh(h @ one), None), x, w)[0]
+
+    report = jdp.explain(jdp.DataParallel(layers, devices).apply, S((12, 16, 16), jnp.float32), X)
+    products = 12 * 2 * ROWS // 8 * 16 * 16
+    assert products <= report.flops <= 1.2 * products and report.bytes >= 12 * 16 * 16 * 4
+    assert report.work.source == "estimated" and report.one_device.flops == pytest.approx(8 * report.flops, rel=0.02)
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
 def test_a_step_reduces_every_gradient_once(dp, accumulate_steps):

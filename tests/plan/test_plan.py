@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -87,7 +88,8 @@ def cpus(monkeypatch, devices):
     chip = Chip("h100", "gpu", "cpu", {"bf16": 2e9, "f32": 1e9}, 200_000, 1e9, 1e9, (8,), link, dict.fromkeys(
         ("peaks", "memory_bytes", "bytes_per_second", "link", "network", "protocols"), "made up"), 1e8)  # fmt: skip
     monkeypatch.setitem(CHIPS, "h100", chip)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(plan, "topology", lambda name, hosts, per_host: tuple(devices[: hosts * (per_host or 2)]))
     return chip
 
@@ -518,6 +520,23 @@ def test_an_interrupt_keeps_the_lines_that_are_finished(script, cpus, capsys, mo
     last = told.err.splitlines()[-1]
     assert last == "jdp plan: interrupted" + "; 2 of its lines were finished" * (after > 0)
     assert (tmp_path / "plan.png").exists() == (after > 0) == ("2 x 8" in told.out)
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_memory_of_a_program_is_the_share_that_jax_takes(cpus, monkeypatch, name):
+    whole = CHIPS["h100"].memory_bytes
+    monkeypatch.setenv(name, "0.5")  # JAX calls the second one deprecated
+    assert (CHIPS["h100"].available_bytes, CHIPS["v5e"].available_bytes) == (whole // 2, CHIPS["v5e"].memory_bytes)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(script, cpus, monkeypatch):
+    one = Line("1 x 8", 8, 1, 4, seconds=1.0, efficiency=1.0)
+    monkeypatch.setattr(plan, "lines", lambda *args: [one])
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["plan", script(STEP), "--topology", "h100"]) == 0
 
 
 def test_what_cannot_be_planned_is_said_in_a_line(script, cpus, capsys):

@@ -241,11 +241,12 @@ def test_a_job_of_two_processes(script, tmp_path):
 @pytest.mark.full
 def test_the_norm_of_the_gradient(script, tmp_path, capsys):
     loop = LOOP.replace("checkpointer.save", "if number % 2 == 0: checkpointer.save")  # it need not be called
-    path = script(SMALL + loop)
+    large = SMALL.replace("jnp.mean(", "1e21 * jnp.mean(").replace("sgd(0.1)", "sgd(1e-22)")  # its square is infinite
+    path = script(large + loop)
     train(path)
     replayed(tmp_path, path, 4)
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
-    gradient = 2 / 5 * x.T.astype(float) @ (x @ np.load(tmp_path / "w3.npy") - 1)
+    gradient = 1e21 * 2 / 5 * x.T.astype(float) @ (x @ np.load(tmp_path / "w3.npy") - 1)
     norm = re.search(r"gradient +norm (\S+)\n", capsys.readouterr().out)[1]
     np.testing.assert_allclose(float(norm), np.linalg.norm(gradient), rtol=1e-6)
 
@@ -366,6 +367,11 @@ def test_a_step_that_is_none(script, capsys, options):
     assert main(["replay", "run", *options, script("raise KeyError")]) == 2
     errors = capsys.readouterr().err
     assert "argument --step" in errors or "required: --step" in errors
+
+
+def test_only_the_script_is_missing(capsys):
+    assert main(["replay", "run", "--step", "4"]) == 2
+    assert capsys.readouterr().err.endswith("are required: script\n")  # and not its arguments
 
 
 def test_a_script_that_trains_in_a_thread_writes_nothing_either(script, tmp_path, capsys):

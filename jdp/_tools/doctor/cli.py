@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..tables import say
+from ..tables import as_long_as_read, say
 from .advice import notes, remedies
 from .examine import Examination, compared, pairs, plan
 from .machine import facts
@@ -67,11 +67,8 @@ def main(argv: Sequence[str]) -> int:
         parser.print_usage(sys.stderr)
         print(report["start"]["text"], file=sys.stderr)
         return 2
-    try:
+    with as_long_as_read(sys.stdout):
         print(json.dumps(report, indent=2)) if args.json else show(report, sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; Python would complain once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["ok"] else 1
 
 

@@ -182,11 +182,12 @@ def work_alone(call: Call) -> Work | None:
 
 
 def _work(compiled: Any, module: Module | None = None) -> Work:
-    cost = compiled.cost_analysis()
-    if cost and cost.get("flops", 0) > 0:
+    cost, module = compiled.cost_analysis(), module or parse(compiled.as_text())
+    has_loop = any(one.opcode == "while" for computation in module.computations.values() for one in computation)
+    if cost and cost.get("flops", 0) > 0 and not has_loop:
         return Work(cost["flops"], cost.get("bytes accessed", 0.0), "compiled")
-    # The compiler for GPUs counts nothing on a machine without a GPU.
-    total = totals(module or parse(compiled.as_text()))
+    # A compiler counts a loop as one iteration, and that for GPUs counts nothing on a machine without a GPU.
+    total = totals(module)
     return Work(total.flops, total.bytes, "estimated")
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ..._core.devices import Device
+from ..tables import as_long_as_read
 from ..topology.chips import CHIPS
 from ..topology.topology import how_to_install, topology
 from .lines import Line, lines
@@ -52,7 +53,8 @@ def _show(args: argparse.Namespace, step: Step, found: Sequence[Line]) -> None:
         picture(found, chip, title).savefig(args.picture, dpi=120)
     if args.html is not None:
         page(found, chip, title).save(args.html)
-    print(as_json(found, chip)) if args.json else show(found, chip, title, sys.stdout)
+    with as_long_as_read(sys.stdout):
+        print(as_json(found, chip)) if args.json else show(found, chip, title, sys.stdout)
 
 
 def _look_for_matplotlib(args: argparse.Namespace) -> None:

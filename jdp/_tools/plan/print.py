@@ -45,7 +45,7 @@ def page(lines: Sequence[Line], chip: Chip, title: str) -> Page:
     """Returns the plan as a page: `page(...).save("plan.html")`, or `.show()`."""
     memory = chip.available_bytes
     drawn = (
-        ("efficiency, estimated", "efficiency", "{:.0%}".format),
+        ("efficiency, estimated", "efficiency", lambda share: f"{100 * share:.3g}%"),
         ("the time of a step, estimated", "seconds", in_seconds),
         ("of it exposed: the device waits for a collective", "exposed_seconds", in_seconds),
         (f"peak of a device's memory; a program can have {_bytes(memory)}", "peak_bytes", _bytes),
@@ -98,7 +98,7 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
         yield "*: as the script has it; the others are arguments of dp.train_step."
     memory = chip.available_bytes
     yield f"fits: the peak of a program's memory is within {_bytes(memory)}" + (
-        f", {memory / chip.memory_bytes:.0%} of the device's; XLA_PYTHON_CLIENT_MEM_FRACTION is for another share."
+        f", {memory / chip.memory_bytes:.0%} of the device's; XLA_CLIENT_MEM_FRACTION sets another share."
         if memory != chip.memory_bytes
         else "."
     )
@@ -114,7 +114,7 @@ def _notes(lines: Sequence[Line], chip: Chip) -> Iterator[str]:
         )
     yield (
         "~: estimated, by following the compiled schedule with each chip and link at its peak and no time between "
-        "instructions. Real ones stay below that, small programs far; take the ratios for more than the times. "
+        "instructions. Real ones are slower, in small programs by far; the ratios say more than the times. "
         "Efficiency: against one such device alone with as many rows."
     )
     if any((one.efficiency or 0) > 1 for one in lines):

@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=_step, required=True, metavar="N", help="the step to make again, as it was called when saved")
     add("--pdb", action="store_true", help="open the debugger in the line that makes step N, before it is made")
     add("script", help="what to run")
-    add("args", nargs=argparse.REMAINDER, help="its arguments; replay's own come before the script")
+    # Not required by argparse, which would call them missing where the script is.
+    add("args", nargs=argparse.REMAINDER, help="its arguments; replay's own come before the script").required = False
     return parser
 
 

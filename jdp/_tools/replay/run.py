@@ -171,9 +171,11 @@ def _before(program: Program, state: TrainState, batch: Scattered) -> Iterator[t
     yield "state", _finite(_parts(program, state))
 
     def norm(state: TrainState, arrays: tuple[Any, ...]) -> jax.Array:
-        grads = program.view(program.gradients(state, Scattered(arrays, layout)).grads)
-        squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(grads)]
-        return jnp.sqrt(sum(squares, jnp.float32(0)))
+        grads = jax.tree.leaves(program.view(program.gradients(state, Scattered(arrays, layout)).grads))
+        sizes = [jnp.abs(x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)) for x in grads]
+        most = jnp.array([jnp.float32(0), *(x.max(initial=0) for x in sizes)]).max()
+        unit = jnp.where((most > 0) & jnp.isfinite(most), most, 1)  # squares of large numbers are no float32
+        return unit * jnp.sqrt(sum((jnp.sum(jnp.square(x / unit)) for x in sizes), jnp.float32(0)))
 
     yield "gradient", f"norm {_text(jax.jit(norm)(state, tuple(batch._arrays)))}"
     for found in program.find_nonfinite(state, batch):

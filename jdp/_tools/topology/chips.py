@@ -41,8 +41,10 @@ class Chip:
 
     @property
     def available_bytes(self) -> int:
-        """The bytes that a program can use: on a GPU three quarters of them, or `XLA_PYTHON_CLIENT_MEM_FRACTION`."""
-        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75) if self.kind == "gpu" else 1.0
+        """The bytes that a program can use: on a GPU three quarters of them, or `XLA_CLIENT_MEM_FRACTION`."""
+        names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is deprecated
+        said = next(filter(None, map(os.environ.get, names)), 0.75)
+        share = float(said) if self.kind == "gpu" else 1.0
         return int(self.memory_bytes * share)
 
 
