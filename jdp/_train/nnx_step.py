@@ -260,6 +260,7 @@ class NNXTrainStep(Step[dict[str, jax.Array]]):
         if are_freed(leaves):
             raise was_donated(state, "model")
         if not self._results.has(leaves):
+            check_differentiable(VERB, nnx.as_pure(params[1][0]), "model")
             self._program.note_shardings(params, held)
             state = self._program.placed(state, self._results.owned(donates))
             leaves = jax.tree.leaves(state)

@@ -314,16 +314,17 @@ def update(
             f"jdp.{VERB}: the optimizer runs a collective ({error}); the update runs once, on gradients that are "
             f"reduced already, and not on each replica. Leave the collective out of the transformation."
         ) from error
-    for what, found, expected in (("updates", updates, params), ("opt_state", after, opt_state)):
+    is_alike = jax.tree.structure(updates) == jax.tree.structure(params)
+    new = optax.apply_updates(params, updates) if is_alike else updates  # has the shapes and dtypes of params
+    for what, found, expected in (("updates", new, params), ("opt_state", after, opt_state)):
         difference = first_difference(found, expected)
-        if difference is not None and (
-            what == "opt_state" or jax.tree.structure(found) != jax.tree.structure(expected)
-        ):
-            raise ValueError(
+        if difference is not None:
+            error = ValueError(
                 f"jdp.{VERB}: the optimizer's {what} differ from what went in: {difference}; a transformation keeps "
-                f"the tree. Correct its update function."
+                f"the tree. Correct its update function (in place of optax.monitor, use optax.snapshot)."
             )
-    new = optax.apply_updates(params, updates)
+            _refuse_other_parameters(tx, opt_state, params, error)
+            raise error
     if axis:
         after, new = constrain((after, new), cut_shardings((after, new), mesh, axis))
     return params, new, after

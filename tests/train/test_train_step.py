@@ -1467,6 +1467,10 @@ TRANSFORMATIONS = {
         lambda grads, state, params: (jax.tree.leaves(grads), state),
         r"the optimizer's updates differ from what went in: \['in'\]\['b'\] is missing; a transformation keeps",
     ),
+    "updates of another shape": (
+        lambda grads, state, params: (jax.tree.map(lambda g: g[None], grads), state),
+        r"the optimizer's updates differ .*\['in'\]\['b'\] is float32\[1, \d+\], float32\[\d+\] is expected",
+    ),
     "a state of another tree": (
         lambda grads, state, params: (grads, state[:1]),
         r"the optimizer's opt_state differ.* \[1\]\['in'\]\['b'\] is missing",
@@ -1490,6 +1494,38 @@ def test_an_optimizer_that_breaks_the_rules(refused, what):
     with refused(ValueError, "train_step", match):
         step(state, batch(8))
     assert not any(deleted(state))
+
+
+def test_a_parameter_whose_shape_changes_between_steps():
+    """Without an error, the momentum of the old shape would broadcast the parameter to that shape again."""
+    momentum, x = optax.sgd(0.1, momentum=0.9), np.ones((3, 2), np.float32)
+    model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+    in_place = jdp.DataParallel(model, devices=[0]).train_step(lambda m, x: (m(x) ** 2).mean(), momentum)
+    dp = jdp.DataParallel(lambda w, x: x @ w["w"], devices=[0])
+    step = dp.train_step(lambda v, x: (dp(v["params"], x) ** 2).mean(), momentum)
+    state = step.init({"params": {"w": np.ones((2, 2), np.float32)}})
+    state.params["w"] = jnp.ones((2, 1))
+    model.kernel.set_value(jnp.ones((2, 1)))
+    for call in (lambda: step(state, x), lambda: in_place(x)):
+        with pytest.raises(ValueError, match=r"trace.* is float32\[2, 2\], float32\[2, 1\] is expected; the model has"):
+            call()
+    model.kernel.set_value(jnp.ones((2, 2), int))
+    with pytest.raises(TypeError, match=r"jdp.train_step: model\['kernel'\] is of dtype int32, which has no gradient"):
+        in_place(x)
+
+
+def test_optax_monitor_has_another_state_after_the_first_step():
+    """The way that the error names keeps the same measurement."""
+    dp, x = jdp.DataParallel(lambda w, x: x * w, devices=[0]), np.ones(3, np.float32)
+    steps = [
+        dp.train_step(lambda v, x: dp(v["params"], x), optax.chain(optax.sgd(0.1), measure))
+        for measure in (optax.monitor({"norm": optax.tree.norm}), optax.snapshot("norm", optax.tree.norm))
+    ]
+    monitored, state = (step.init({"params": np.float32(1)}) for step in steps)
+    with pytest.raises(ValueError, match=r"measurements\['norm'\] is not expected.* use optax.snapshot\)"):
+        steps[0](monitored, x)
+    state, _ = steps[1](state, x)
+    np.testing.assert_allclose(optax.tree.get(state.opt_state, "norm"), 0.1, rtol=1e-6)
 
 
 def test_an_optimizer_whose_state_is_no_tree_of_arrays():
