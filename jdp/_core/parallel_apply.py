@@ -106,11 +106,7 @@ CallOf = Callable[[Signature, int], Callable[..., Tree]]
 Replicas with chunks of the same size share one function; `replica` is the first of them."""
 
 
-def _nothing(out: Tree, kwargs: Mapping[str, Any]) -> Tree:
-    return ()
-
-
-def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = _nothing) -> ReplicaProgram:
+def spmd(fn: Callable[..., Tree], name: str | None = None, gathered: OutputsOf = lambda *_: ()) -> ReplicaProgram:
     """Returns the program that runs `fn` on every replica; compiled once per layout and shapes."""
     call_of = _call_of_function(fn, gathered)
     return ReplicaProgram(on_replicas(call_of, name or getattr(fn, "__name__", type(fn).__name__)))
@@ -163,8 +159,13 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
 
     If a replica is several devices, the compiler partitions its work over them, as under `jax.jit`.
     """
-    if not in_replica():
-        mesh.refuse_bound_name()
+    with contextlib.suppress(NameError):  # as a rule, there is no such axis
+        if not in_replica() and jax.lax.psum(1, mesh.axis_name):
+            raise ValueError(
+                f"jdp.DataParallel: called inside of an axis {mesh.axis_name!r} (axis_name= of jax.vmap), the name of "
+                f"the replicas' axis, too; JAX would take one for the other. Give one of them another name: "
+                f"jdp.DataParallel(..., axis_name='replicas')."
+            )
     if mesh.size == 1 and mesh.inner_axes:
         # XLA cannot sum over a Manual axis of one device where other axes are Auto ("Cross-partition allreduce must be
         # in (partial) manual partitioning mode"). One replica needs no such axis, only a name for it.
@@ -412,8 +413,7 @@ def _constraint(x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
         spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
         return sharding if spec is None else NamedSharding(mesh.inside, mesh.within(spec))
 
-    is_one = lambda x: isinstance(x, PartitionSpec | Sharding)  # noqa: E731
-    found = jax.tree.map(within, shardings, is_leaf=is_one)
+    found = jax.tree.map(within, shardings, is_leaf=lambda x: isinstance(x, PartitionSpec | Sharding))
     # Flax's DenseGeneral first makes its kernel with two axes, but constrains it with names for all its final axes.
     if isinstance(found, NamedSharding) and len(found.spec) > jnp.ndim(x):
         return x

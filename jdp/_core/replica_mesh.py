@@ -110,18 +110,6 @@ class ReplicaMesh:
         spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis_name)
         return NamedSharding(self.jax_mesh, spec)
 
-    def refuse_bound_name(self) -> None:
-        """Raises a `ValueError` in a `jax.vmap` whose axis has the replicas' name: JAX takes one axis for the other."""
-        try:
-            jax.lax.psum(1, self.axis_name)
-        except NameError:
-            return
-        raise ValueError(
-            f"jdp.DataParallel: called inside of an axis {self.axis_name!r} (axis_name= of jax.vmap), the name of "
-            f"the replicas' axis, too; JAX would take one for the other. Give one of them another name: "
-            f"jdp.DataParallel(..., axis_name='replicas')."
-        )
-
     def replicates(self, sharding: Any) -> bool:
         """Returns True if this sharding replicates over the devices, in their order, whatever its axes are called."""
         if sharding == self.replicated:
