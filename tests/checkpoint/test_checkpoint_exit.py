@@ -307,7 +307,7 @@ def test_a_save_that_was_interrupted_and_is_complete_is_the_newest(tmp_path, mon
 
 def test_what_an_interrupted_save_left_writing_is_waited_for(tmp_path, monkeypatch):
     """Ctrl-C in the start of a thread of Orbax's: it wrote to the files of the save that was made again."""
-    start, save, found = threading.Thread.start, ocp.AsyncCheckpointer.save, []
+    start, save, found, goes_on = threading.Thread.start, ocp.AsyncCheckpointer.save, [], threading.Event()
 
     def of_orbax():
         return [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
@@ -315,7 +315,7 @@ def test_what_an_interrupted_save_left_writing_is_waited_for(tmp_path, monkeypat
     def interrupted(thread):
         if type(thread).__module__.startswith("orbax."):
             run = thread.run
-            thread.run = lambda: (time.sleep(0.5), run())
+            thread.run = lambda: (goes_on.wait(PATIENCE), run())
         start(thread)
         if thread in of_orbax():
             raise KeyboardInterrupt
@@ -329,6 +329,7 @@ def test_what_an_interrupted_save_left_writing_is_waited_for(tmp_path, monkeypat
             patch.setattr(threading.Thread, "start", interrupted)
             checkpointer.save(2, {"w": np.ones(3)})
         assert of_orbax()
+        threading.Timer(0.5, goes_on.set).start()
         monkeypatch.setattr(ocp.AsyncCheckpointer, "save", looks)
         assert checkpointer.save(2, {"w": np.ones(3)})
     assert found == [[]] and os.listdir(tmp_path) == ["2"]
