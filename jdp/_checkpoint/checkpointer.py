@@ -423,5 +423,5 @@ def _refuse_differences(every: list[dict[str, Any]], leaves: dict[str, Any]) -> 
         told = {i: json.loads(text) for i, text in enumerate(tell_all(json.dumps(forms), limits.start))}
         raise ValueError(
             f"jdp.{VERB}: the processes save states of different forms: {difference(told) or 'in another order'}; a "
-            f"checkpoint is one state of all. Make the state alike in all processes."
+            f"checkpoint holds one state. Pass the same tree, with the same shapes and dtypes, in all processes."
         )

@@ -169,5 +169,5 @@ def weakly_typed(x: Any, sharding: Any) -> Any:
 
 
 def _weakly_typed(x: Any) -> Any:
-    like = jnp.full(x.shape, x.dtype.type(0).item())
-    return like.at[...].set(x) if like.dtype == x.dtype else x  # a copy, in what XLA makes of it
+    like = jnp.full(x.shape, x.dtype.type(0).item())  # weakly typed, because it is made of a Python number
+    return like.at[...].set(x) if like.dtype == x.dtype else x  # no Python number makes a bfloat16, for example

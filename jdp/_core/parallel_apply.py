@@ -162,8 +162,8 @@ def mapped(local: Callable[..., Tree], mesh: ReplicaMesh, in_specs: Sequence[Par
     with contextlib.suppress(NameError):  # as a rule, there is no such axis
         if not in_replica() and jax.lax.psum(1, mesh.axis_name):
             raise ValueError(
-                f"jdp.DataParallel: called inside of an axis {mesh.axis_name!r} (axis_name= of jax.vmap), the name of "
-                f"the replicas' axis, too; JAX would take one for the other. Give one of them another name: "
+                f"jdp.DataParallel: called inside of jax.vmap(..., axis_name={mesh.axis_name!r}), and the replicas' "
+                f"axis has the same name; JAX would take one for the other. Give one of them another name: "
                 f"jdp.DataParallel(..., axis_name='replicas')."
             )
     if mesh.size == 1 and mesh.inner_axes:

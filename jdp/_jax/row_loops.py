@@ -79,7 +79,7 @@ def _rounds(
         after = [either(a, b) for a, b in zip(carry, outputs, strict=False)]
         if by_rows:
             numbers = [a.kind == Kind.CONST and not _agree(a, b) for a, b in zip(after, carry, strict=True)]
-            if any(numbers):  # the number of the round, for example, is 0 in the first round alone: begin again
+            if any(numbers):  # a counter, for example, is 0 only in the first round: read the body again without that
                 carry = [repeated(a) if x else b for a, b, x in zip(after, carry, numbers, strict=True)]
                 continue
             after = [a if _agree(a, b) else repeated(a) for a, b in zip(after, carry, strict=True)]
@@ -104,7 +104,7 @@ def _at_end(
 ) -> list[RowValue]:
     """Returns what is known of the carry at the end of a loop over the rows: which parts are sums over the rows.
 
-    `begun` is the carry at the start. If it is not 0 there, as a parameter is not, each replica adds that once.
+    `begun` is the carry at the start of the loop.
     """
     factors = sums_at_end(body, consts, carry, xs, reader.rows.axes)
     zero = RowValue(Kind.CONST, number=0.0)
@@ -123,9 +123,9 @@ def _at_end(
         elif factor == 1 and (part.kind == Kind.ROWS or part.kind == Kind.CONST and part.degree is not None):
             kind, degree = Kind.SUMMED if part.kind == Kind.ROWS else Kind.CONST, part.degree
             degree, at = (None, part.at) if degree is None else (degree + 1, reader.at())
-            fault, is_one = part.if_added_up, kind == Kind.SUMMED and first.kind == Kind.CONST and shape == ()
-            if is_one and degree not in (None, first.degree) and abs(first.number or first.number is None) > 1e-4:
-                fault = fault or Fault("sum", reader.at())
+            fault = part.if_added_up
+            if fault is None and kind == Kind.SUMMED and _adds_its_start(first, shape, degree):
+                fault = Fault("sum", reader.at())
             value = RowValue(kind, degree, fault=fault, at=at, role=reader.role_of_sum(part))
         elif factor == 1 and part.kind == Kind.SUMMED and _meets_others(part, consts, xs):
             value = RowValue(Kind.SUMMED, fault=part.lasting or Fault("pairs", reader.at(), True))
@@ -133,6 +133,15 @@ def _at_end(
             value = RowValue(Kind.SUMMED, fault=Fault("nonlinear", reader.at()))
         after.append(value)
     return after
+
+
+def _adds_its_start(begun: RowValue, shape: tuple[Any, ...], degree: int | None) -> bool:
+    """Returns True if a sum over the rows begins at a number that is not 0: each replica would add it once.
+
+    Arrays are not looked at: they may be full of zeros. A very small number avoids a division by 0, and counts as 0.
+    """
+    is_zero = begun.number is not None and abs(begun.number) <= 1e-4
+    return begun.kind == Kind.CONST and shape == () and not is_zero and degree not in (None, begun.degree)
 
 
 def read_while(reader: Any, eqn: Any, values: list[RowValue]) -> list[RowValue]:

@@ -198,9 +198,9 @@ def lost_attributes(nodes: Any) -> Iterator[None]:
         (number, *own), *more = gone
         name = ".".join(map(str, (type(nodes[number]).__name__, *own)))
         raise ValueError(
-            f"jdp.DataParallel: variable {name}{f' and {len(more)} more' * bool(more)} was removed in a call, or "
-            f"became one with another; only values come back from the replicas, so that the object itself would keep "
-            f"it. Make the change before the call."
+            f"jdp.DataParallel: a call removes variable {name}{f' and {len(more)} more' * bool(more)}, or shares it "
+            f"with another attribute; only values come back from the replicas, so your object would keep it. Make the "
+            f"change before the call."
         )
     for (where, name), (owner, value) in _attributes(nodes).items():
         _, old = before.get((where, name), (owner, _ABSENT))

@@ -307,8 +307,7 @@ def _variables_of(optimizer: nnx.Optimizer[Any]) -> tuple[list[nnx.Variable[Any]
         path, x = next((jax.tree_util.keystr(path), x) for path, x in leaves if not _is_variable(x))
         raise TypeError(
             f"jdp.{VERB}: step.optimizer.opt_state{path} is a {type(x).__name__}; a step reads and writes variables. "
-            f"Put the value into the variable, opt_state{path}[...] = value; in the place of a lost one, put "
-            f"nnx.OptState(value)."
+            f"Write into the variable: opt_state{path}[...] = value. If it is gone, assign nnx.OptState(value)."
         )
     return found, structure
 

@@ -638,7 +638,7 @@ def test_checkpoint_data(found):
         assert "ValueError" in result["differs"] and "['n'] is not the same in all processes" in result["differs"]
         assert result["latest"] == 1
         assert "ValueError" in result["lacks"] and "['n'] is not the same in all processes" in result["lacks"]
-        more = "['more']: process 0 has nothing; process 1 has float32[3]; a checkpoint is one state of all. Make"
+        more = "['more']: process 0 has nothing; process 1 has float32[3]; a checkpoint holds one state. Pass"
         assert "ValueError: jdp.Checkpointer: the processes save states of diff" in result["more"], result["more"]
         assert more in result["more"]
         steps = "ValueError: jdp.Checkpointer: the processes save different steps: process 0 has 2; process 1 has 3; "

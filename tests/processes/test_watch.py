@@ -269,7 +269,7 @@ def test_who_compiles_is_not_late(job):
     assert not job.go_on(19) and job.go_on(5).keys() == {0, 1}
 
 
-def test_who_compiles_is_not_late_though_another_thread_has_compiled_meanwhile(job):
+def test_a_process_that_compiles_is_not_late_though_another_of_its_threads_has_compiled(job):
     """As the one that saves does, to look at a checkpoint on the disk."""
     job.come((0, 1))
     job.here, watch = 2, job.watches[2]

@@ -232,7 +232,7 @@ def test_vmap_over_inputs():
 def test_vmap_whose_axis_has_the_name_of_the_replicas_axis_is_refused(refused):
     xs = np.stack([ROWS[:5], 2 * ROWS[:5]])
     close(DP(PARAMS, xs[0]), model(PARAMS, xs[0]))  # a program that is known outside of the vmap is not taken inside
-    with refused(ValueError, "DataParallel", r"inside of an axis 'data'.*axis_name='replicas'"):
+    with refused(ValueError, "DataParallel", r"axis_name='data'\), and the .*axis_name='replicas'"):
         jax.vmap(lambda x: DP(PARAMS, x), axis_name="data")(xs)
     named = jdp.DataParallel(model, range(N), axis_name="replicas")
     close(jax.vmap(lambda x: named(PARAMS, x), axis_name="data")(xs), jax.vmap(lambda x: model(PARAMS, x))(xs))

@@ -39,7 +39,7 @@ class Work:
     bytes: float
     """Bytes that are read and written."""
     source: str
-    """`"compiled"`: the compiler's own count; `"estimated"`: counted by jdp, loops as often as they run (or once)."""
+    """`"compiled"`: the compiler's own count; `"estimated"`: counted by jdp. A loop of unknown length counts once."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
